@@ -53,11 +53,12 @@ def _num_sequences(opts, batch, cu):
     return cu.shape[0] - 1 if opts.cu_seqlens == "tensor" else len(opts.cu_seqlens) - 1
 
 
-def _head_major(opts, *tensors):
-    out = ()
-    for x in tensors:
-        out = out + (to_head_major(_float32(x), opts.layout),)
-    return out
+def _head_major(opts, x):
+    return to_head_major(_float32(x), opts.layout)
+
+
+def _like_input(opts, grad, x):
+    return ops.cast(from_head_major(grad, opts.layout), x.dtype)
 
 
 def _gate_parameters(opts, a_log, dt_bias):
@@ -77,7 +78,8 @@ def op_forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
 
 
 def _forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
-    q, k, v, g, beta = _head_major(opts, q, k, v, g, beta)
+    q, k, v = _head_major(opts, q), _head_major(opts, k), _head_major(opts, v)
+    g, beta = _head_major(opts, g), _head_major(opts, beta)
     a_log, dt_bias = _gate_parameters(opts, a_log, dt_bias)
     plan = _plan(opts.cu_seqlens, cu, q.shape[2], opts.chunk_size)
     index = plan.index(cu)
@@ -95,10 +97,10 @@ def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved
     Returns:
         ``(dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0)`` in the layout, shape and dtype of the inputs; zeros for placeholders.
     """
-    inputs = (q, k, v, g, beta, a_log, dt_bias, initial_state)
     if not opts.disable_recompute:
         saved = _forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)[2]
-    hq, hk, hv, hg, hb = _head_major(opts, q, k, v, g, beta)
+    hq, hk, hv = _head_major(opts, q), _head_major(opts, k), _head_major(opts, v)
+    hg, hb = _head_major(opts, g), _head_major(opts, beta)
     used_a_log, used_dt_bias = _gate_parameters(opts, a_log, dt_bias)
     plan = _plan(opts.cu_seqlens, cu, hq.shape[2], opts.chunk_size)
     index = plan.index(cu)
@@ -112,11 +114,8 @@ def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved
         opts, plan, index, hq, hk, hv, hg, hb, used_a_log, used_dt_bias, saved, d_o, d_state
     )
     dq, dk, dv, dbeta, dg, da_log, ddt_bias = grads
-    token_grads = (dq, dk, dv, dg, dbeta)
-    out = ()
-    for i in range(5):
-        out = out + (ops.cast(from_head_major(token_grads[i], opts.layout), inputs[i].dtype),)
-    out = out + (da_log if opts.has_a_log else ops.zeros_like(a_log),)
-    out = out + (ddt_bias.reshape(dt_bias.shape) if opts.has_dt_bias else ops.zeros_like(dt_bias),)
-    dh0 = transpose_state(dh0, opts.state_v_first) if opts.has_initial_state else ops.zeros_like(initial_state)
-    return out + (dh0,)
+    da_log = da_log if opts.has_a_log else a_log - a_log
+    ddt_bias = ddt_bias.reshape(dt_bias.shape) if opts.has_dt_bias else dt_bias - dt_bias
+    dh0 = transpose_state(dh0, opts.state_v_first) if opts.has_initial_state else initial_state - initial_state
+    dq, dk, dv = _like_input(opts, dq, q), _like_input(opts, dk, k), _like_input(opts, dv, v)
+    return dq, dk, dv, _like_input(opts, dg, g), _like_input(opts, dbeta, beta), da_log, ddt_bias, dh0
