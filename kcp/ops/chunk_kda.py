@@ -36,9 +36,7 @@ class _ChunkKda(nn.Cell):
         return (out, final_state) + saved
 
     def bprop(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out, dout):
-        grads = self.backward(
-            self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out[2:], dout[0], dout[1]
-        )
+        grads = self.backward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out[2:], dout[0], dout[1])
         return grads + (cu - cu,)
 
 

@@ -21,7 +21,12 @@ def _constant(kind: str, size: int) -> Tensor:
     ones = np.ones((size, size), np.float32)
     if kind == "exponents":
         return Tensor(_exponent_sums(size))
-    table = {"lower": np.tril(ones), "strict": np.tril(ones, -1), "upper": np.triu(ones, 1), "eye": np.eye(size, dtype=np.float32)}
+    table = {
+        "lower": np.tril(ones),
+        "strict": np.tril(ones, -1),
+        "upper": np.triu(ones, 1),
+        "eye": np.eye(size, dtype=np.float32),
+    }
     return Tensor(table[kind])
 
 
@@ -59,7 +64,13 @@ def decays(a: Tensor):
     for start in range(SUB_BLOCK, c, SUB_BLOCK):
         to_blocks.append(powers[..., row : row + start, :])
         row += start
-    return sums[..., :c, :], powers[..., :c, :], powers[..., c : 2 * c, :], powers[..., 2 * c : 3 * c, :], tuple(to_blocks)
+    return (
+        sums[..., :c, :],
+        powers[..., :c, :],
+        powers[..., c : 2 * c, :],
+        powers[..., 2 * c : 3 * c, :],
+        tuple(to_blocks),
+    )
 
 
 def _to_blocks(x: Tensor) -> Tensor:
