@@ -6,7 +6,7 @@ States follow one convention: a final state is the same on every rank and its gr
 state's gradient comes back whole on every rank.
 """
 
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 REDUCE_CHOICES = ("trainer", "kcp")
 
@@ -18,4 +18,4 @@ def reduce_parameter(grad: Tensor, collectives, reduced_by: str) -> Tensor:
 
 def contribute(value: Tensor, collectives, from_rank: int) -> Tensor:
     """``value`` of one rank on every rank: zero elsewhere, then all-reduced (first-rank dh0, last-rank final state)."""
-    return collectives.all_reduce(value if collectives.rank == from_rank else value * 0.0)
+    return collectives.all_reduce(value if collectives.rank == from_rank else ops.zeros(value.shape, value.dtype))
