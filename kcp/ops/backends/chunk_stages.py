@@ -156,11 +156,6 @@ def backward_inputs(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_
     return dq, dk, plan.merge(y * b, index), d_beta, dg, da_log, ddt_bias
 
 
-def zero_states(num: int, like_w: Tensor, like_u: Tensor) -> Tensor:
-    """``[num, H, K, V]`` of zeros for w ``[..., K]`` and u ``[..., V]``."""
-    return ops.zeros((num, like_w.shape[1], like_w.shape[-1], like_u.shape[-1]), ms.float32)
-
-
 def zero_and_identity(num: int, like_w: Tensor, like_u: Tensor) -> Tensor:
     """``[num, H, K, V + K]``, the summary ``[0 | I]`` of no token."""
     k = like_w.shape[-1]
@@ -169,18 +164,14 @@ def zero_and_identity(num: int, like_w: Tensor, like_u: Tensor) -> Tensor:
     return ops.concat((ops.zeros(shape + (like_u.shape[-1],), ms.float32), eye), -1)
 
 
-def forward_summary(plan, index, num, k, w, u, decay, with_transition=True):
-    """``[num, H, K, V + K]``: the scan of ``[0 | I]`` with writes u for the first V columns only; E alone without transition."""
-    if not with_transition:
-        return forward_scan(plan, index, k, w, u, decay, zero_states(num, w, u))[2]
+def forward_summary(plan, index, num, k, w, u, decay):
+    """``[num, H, K, V + K]`` = ``[E | M]``: the scan of ``[0 | I]`` with writes u for the first V columns only."""
     wide = ops.concat((u, ops.zeros(w.shape, ms.float32)), -1)
     return forward_scan(plan, index, k, w, wide, decay, zero_and_identity(num, w, u))[2]
 
 
-def backward_summary(plan, index, num, q_scaled, k, w, d_o, dv, decay, with_transition=True):
-    """``[num, H, K, V + K]`` = ``[dE | dM]``: the backward scan of ``[0 | I]``; dE alone without transition."""
-    if not with_transition:
-        return backward_scan(plan, index, q_scaled, k, w, d_o, dv, decay, zero_states(num, w, dv))[1]
+def backward_summary(plan, index, num, q_scaled, k, w, d_o, dv, decay):
+    """``[num, H, K, V + K]`` = ``[dE | dM]``: the backward scan of ``[0 | I]``."""
     none = ops.zeros(w.shape, ms.float32)
     wide_do, wide_dv = ops.concat((d_o, none), -1), ops.concat((dv, none), -1)
     return backward_scan(plan, index, q_scaled, k, w, wide_do, wide_dv, decay, zero_and_identity(num, w, dv))[1]

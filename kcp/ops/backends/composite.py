@@ -121,12 +121,18 @@ def forward_open(opts, q, k, v, g, beta, a_log, dt_bias, cu):
     return chunks.forward_open(opts, plan, index, q, k, v, g, beta, a_log, dt_bias)
 
 
-def forward_summary(opts, q, k, v, g, beta, a_log, dt_bias, cu, opened, with_transition=True):
-    """Summaries ``[N, Hv, K, V + K]`` (``[E | M]``) of the local sequences, or E ``[N, Hv, K, V]`` alone."""
+def forward_summary(opts, q, k, v, g, beta, a_log, dt_bias, cu, opened):
+    """Summaries ``[N, Hv, K, V + K]`` = ``[E | M]`` of the local sequences."""
     plan, index = _stage_plan(opts, cu, _token_count(opts, q))
     decay, _, _, w, u, _, kg = opened[:7]
-    batch = w.shape[0]
-    return chunks.forward_summary(plan, index, _num_sequences(opts, batch, cu), kg, w, u, decay, with_transition)
+    return chunks.forward_summary(plan, index, _num_sequences(opts, w.shape[0], cu), kg, w, u, decay)
+
+
+def forward_end(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, opened):
+    """Outgoing states ``[N, Hv, K, V]`` (K-first) of the local sequences for known incoming ones (K-first): E alone from zero."""
+    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    decay, _, _, w, u, _, kg = opened[:7]
+    return chunks.forward_scan(plan, index, kg, w, u, decay, initial_state)[2]
 
 
 def forward_close(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, opened):
@@ -159,12 +165,18 @@ def backward_open(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, sav
     return saved, chunks.backward_open(opts, plan, index, saved, d_o)
 
 
-def backward_summary(opts, q, cu, saved, opened, with_transition=True):
-    """Backward summaries ``[dE | dM]`` ``[N, Hv, K, V + K]`` of the local sequences, or dE alone."""
+def backward_summary(opts, q, cu, saved, opened):
+    """Backward summaries ``[N, Hv, K, V + K]`` = ``[dE | dM]`` of the local sequences."""
     plan, index = _stage_plan(opts, cu, _token_count(opts, q))
     decay, _, _, w, qg_scaled, kg = saved[:6]
-    num = _num_sequences(opts, w.shape[0], cu)
-    return chunks.backward_summary(plan, index, num, qg_scaled, kg, w, opened[0], opened[2], decay, with_transition)
+    return chunks.backward_summary(plan, index, _num_sequences(opts, w.shape[0], cu), qg_scaled, kg, w, opened[0], opened[2], decay)
+
+
+def backward_end(opts, q, cu, saved, opened, d_final):
+    """Gradients ``[N, Hv, K, V]`` (K-first) that leave towards earlier tokens for known final-state gradients: dE alone from zero."""
+    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    decay, _, _, w, qg_scaled, kg = saved[:6]
+    return chunks.backward_scan(plan, index, qg_scaled, kg, w, opened[0], opened[2], decay, d_final)[1]
 
 
 def backward_close(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, opened, d_final):
