@@ -99,9 +99,9 @@ class _Rows:
 class _Problem:
     """Inputs in float64, flat over tokens, heads expanded, gate, sigmoid and norm applied."""
 
-    def __init__(self, q, k, v, g, beta, scale, *, safe_gate, lower_bound, use_gate_in_kernel, a_log, dt_bias, cu_seqlens,
-                 initial_state, state_v_first, epsilon, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-                 allow_neg_eigval):  # fmt: skip
+    def __init__(self, q, k, v, g, beta, scale, *, safe_gate, lower_bound, use_gate_in_kernel, a_log, dt_bias,
+                 cu_seqlens, initial_state, state_v_first, epsilon, use_qk_l2norm_in_kernel,
+                 use_beta_sigmoid_in_kernel, allow_neg_eigval):  # fmt: skip
         q, k, v, g, beta = (np.asarray(x, dtype=np.float64) for x in (q, k, v, g, beta))
         self.batch, self.tokens, self.k_heads, self.k_dim = q.shape
         self.v_heads, self.v_dim = v.shape[2:]
