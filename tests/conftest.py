@@ -1,7 +1,7 @@
 """Marks and the device of the tests.
 
-``fast`` is the mark of every test without another one, and what runs by default. ``ci`` tests join when ``CI`` is set to
-a true value; ``once`` tests are long and run on request alone. ``-m`` or the node id of a test overrides this choice.
+``fast`` is the mark of every test without another one, and what runs by default. ``ci`` tests join when ``CI`` is set
+to a true value; ``once`` tests are long and run on request alone. ``-m`` or the node id of a test overrides the choice.
 """
 
 from __future__ import annotations

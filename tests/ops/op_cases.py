@@ -1,6 +1,6 @@
 """Random problems for the op, one way to run it, and the comparison with the float64 recurrence.
 
-Everything here is NumPy in layout BSND; :func:`run` moves it to the layout, dtype and boundary form under test and back.
+Everything here is NumPy in layout BSND; :func:`run` moves it to the layout, dtype and boundary form under test.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import mindspore as ms
 import numpy as np
+from golden_cases import golden_case
 from mindspore import Tensor
 
 from kcp.ops import chunk_kda
@@ -127,6 +128,25 @@ def make_problem(
         normal(*state_shape, to="float32") if d_final else None,
         dtype,
     )
+
+
+def golden_problem(case: str) -> tuple[Problem, dict[str, np.ndarray], dict[str, float]]:
+    """A peer's case (inputs in bfloat16), its float64 truth and the peer's own error, under the names of the oracle."""
+    meta, store, truth, peer = golden_case("fla_kda_seed1", case)
+
+    def name_of(name: str) -> str:
+        name = name.removeprefix("grad_")
+        return "a_log" if name == "A_log" else name
+
+    options = {"use_gate_in_kernel": False, **meta["kwargs"]}
+    if "lens" in meta["opts"]:
+        options["cu_seqlens"] = [0, *np.cumsum(meta["opts"]["lens"]).tolist()]
+    inputs = {name_of(n): store[n] for n in ("q", "k", "v", "g", "beta")}
+    inputs.update({name_of(n): store[n] for n in ("A_log", "dt_bias", "initial_state") if n in store})
+    d_out = None if meta["opts"].get("nodo") else store["do"]
+    d_final = store["dht"] if meta["opts"].get("dht") else None
+    problem = Problem(inputs, options, d_out, d_final, "bfloat16")
+    return problem, {name_of(n): x for n, x in truth.items()}, {name_of(n): e for n, e in peer.items()}
 
 
 def tensor_of(name: str, x: np.ndarray, layout: str = "BSND", dtype: str = "float32") -> Tensor:

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from golden_cases import OP_CASES, golden_case
-from op_cases import Problem, make_problem, relative
+from golden_cases import OP_CASES
+from op_cases import golden_problem, make_problem, relative
 
 from kcp.ops.reference import kda_reference, kda_reference_grad
-
-NAMES = {"A_log": "a_log"}
-
-
-def golden_problem(case: str) -> tuple[Problem, dict[str, np.ndarray]]:
-    meta, store, truth, _ = golden_case("fla_kda_seed1", case)
-    options = {"use_gate_in_kernel": False, **meta["kwargs"]}
-    if "lens" in meta["opts"]:
-        options["cu_seqlens"] = [0, *np.cumsum(meta["opts"]["lens"]).tolist()]
-    inputs = {n: store[n] for n in ("q", "k", "v", "g", "beta")}
-    inputs.update({NAMES.get(n, n): store[n] for n in ("A_log", "dt_bias", "initial_state") if n in store})
-    d_out = None if meta["opts"].get("nodo") else store["do"]
-    d_final = store["dht"] if meta["opts"].get("dht") else None
-    renamed = {NAMES.get(n.removeprefix("grad_"), n.removeprefix("grad_")): x for n, x in truth.items()}
-    return Problem(inputs, options, d_out, d_final), renamed
 
 
 @pytest.mark.parametrize("case", OP_CASES)
 def test_equals_autograd_in_float64(case):
-    problem, truth = golden_problem(case)
+    problem, truth, _ = golden_problem(case)
     got = problem.truth()
     for name, want in truth.items():
         if np.any(want):
