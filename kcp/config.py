@@ -57,22 +57,22 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """kcp's part of ``model.model_config``; field names are the keys of the file."""
+    """kcp's part of ``model.model_config``; field names are the keys of the file, defaults are Kimi-Linear-48B's."""
 
-    vocab_size: int = 259
-    hidden_size: int = 256
-    intermediate_size: int = 1024
-    num_hidden_layers: int = 4
-    layer_types: tuple[str, ...] = ()
-    linear_num_heads: int = 4
-    linear_head_dim: int = 32
-    linear_num_value_heads: int = 4
-    linear_value_head_dim: int = 32
+    vocab_size: int = 163840
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 27
+    layer_types: tuple[str, ...] = ("linear_attention",) * 27
+    linear_num_heads: int = 32
+    linear_head_dim: int = 128
+    linear_num_value_heads: int = 32
+    linear_value_head_dim: int = 128
     linear_conv_kernel_dim: int = 4
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
-    seq_length: int = 512
+    seq_length: int = 4096
     kda_cp_strategy: str = "none"
     kda_chunk_size: int = 64
     kda_disable_recompute: bool = True
@@ -225,7 +225,7 @@ def _position(error: Exception) -> str:
 def _model(section: Section) -> ModelOptions:
     if not section.present:
         section.problems.add_line("model.model_config: missing; it holds the model's sizes and kcp's kda_* options")
-        return ModelOptions(layer_types=("linear_attention",) * 4)
+        return ModelOptions()
     default = ModelOptions()
     heads = section.integer("linear_num_heads", default.linear_num_heads)
     head_dim = section.integer("linear_head_dim", default.linear_head_dim, maximum=256)
@@ -243,7 +243,7 @@ def _model(section: Section) -> ModelOptions:
         "tie_word_embeddings": section.boolean("tie_word_embeddings", default.tie_word_embeddings),
         "seq_length": section.integer("seq_length", default.seq_length),
         "compute_dtype": section.choice("compute_dtype", default.compute_dtype, DTYPES),
-        "params_dtype": section.choice("params_dtype", default.params_dtype, DTYPES),
+        "params_dtype": section.choice("params_dtype", default.params_dtype, ("float32",)),
     }
     options = ModelOptions(
         num_hidden_layers=layers,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kcp.config import RunConfig
 
 LOADER = "KcpTextDataset"
+WRAPPER = "KcpTrainOneStepCell"
 COLUMNS = ("input_ids", "labels", "loss_mask", "cu_seqlens")
 BYTE_VOCABULARY = 259
 HARMLESS_MODEL_KEYS = (
@@ -46,9 +47,12 @@ def check_unsupported_model_keys(section: Section) -> None:
         value = section.anything(key, allowed[0])
         if value not in allowed:
             section.problems.add(section.name(key), value, f"only {allowed[0]} is supported")
-    kinds = section.anything("mlp_layer_types", [])
+    kinds, layers = section.anything("mlp_layer_types", []), section.anything("num_hidden_layers", 0)
     if not isinstance(kinds, list) or any(kind != "dense" for kind in kinds):
         section.problems.add(section.name("mlp_layer_types"), kinds, "only 'dense' is supported in this release")
+    elif kinds and len(kinds) != layers:
+        allowed = f"{layers} entries are needed (num_hidden_layers)"
+        section.problems.add(section.name("mlp_layer_types"), f"{len(kinds)} entries", allowed)
 
 
 def check(run: RunConfig, top: Section, problems: Problems, world_size: int | None) -> None:
@@ -58,6 +62,7 @@ def check(run: RunConfig, top: Section, problems: Problems, world_size: int | No
     _check_strategy(run, problems)
     _check_data(run, top, problems)
     _check_device(run, top, problems)
+    _check_wrapper(top.section("runner_wrapper"))
 
 
 def _check_model(run: RunConfig, problems: Problems) -> None:
@@ -150,7 +155,23 @@ def _check_device(run: RunConfig, top: Section, problems: Problems) -> None:
         if training.sink_mode:
             given = top.section("runner_config").anything("sink_mode", "(not given, MindFormers takes True)")
             problems.add("runner_config.sink_mode", given, "False is needed on CPU")
-        for key in ("compute_dtype", "params_dtype"):
-            if getattr(model, key) != "float32":
-                allowed = "float32 is needed on CPU: most of MindSpore's CPU kernels have no 16-bit version"
-                problems.add(f"model.model_config.{key}", getattr(model, key), allowed)
+        if model.compute_dtype != "float32":
+            allowed = "float32 is needed on CPU: most of MindSpore's CPU kernels have no 16-bit version"
+            problems.add("model.model_config.compute_dtype", model.compute_dtype, allowed)
+
+
+def _check_wrapper(section: Section) -> None:
+    """The one-step wrapper that reduces the gradients; MindFormers' own ones would do it twice or never."""
+    if not section.present:
+        return
+    if section.anything("type") != WRAPPER:
+        allowed = f"{WRAPPER} is needed: it reduces and checks the gradients"
+        section.problems.add(section.name("type"), section.anything("type"), allowed)
+        return
+    section.boolean("use_clip_grad", True)
+    section.number("max_grad_norm", 1.0, above=0.0)
+    section.integer("max_skipped_steps", 10)
+    if section.number("scale_sense", 1.0) != 1.0:
+        allowed = "1.0 is needed: float32 and bfloat16 need no loss scaling"
+        section.problems.add(section.name("scale_sense"), section.anything("scale_sense"), allowed)
+    section.refuse_unknown(())

@@ -32,9 +32,16 @@ class Problems:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self._values: dict[str, str] = {}
 
     def add(self, key: str, value: Any, allowed: str) -> None:
-        """Record that ``key`` has ``value`` and say what is allowed instead."""
+        """Record that ``key`` has ``value`` and say what is allowed instead.
+
+        A key whose value was refused already goes on with its default; what that default breaks is not the user's fault
+        and is not recorded.
+        """
+        if self._values.setdefault(key, show(value)) != show(value):
+            return
         self.lines.append(f"{key} = {show(value)}: {allowed}")
 
     def add_line(self, line: str) -> None:

@@ -32,6 +32,7 @@ POLL_SECONDS = 0.1
 SETTLE_SECONDS = 1.0
 EARLY_EXIT_GRACE = 15.0
 TEARDOWN_GRACE = 30.0
+# Bounds a collective's wait where MindSpore reads it (2.9.0 waits 30 s whatever it says).
 COMM_TIMEOUT_SECONDS = 180
 PORT_ATTEMPTS = 3
 INTERRUPTED = 130
