@@ -1,4 +1,4 @@
-"""RMSNorm, and the gated RMSNorm that closes a KDA layer (Kimi Linear report, section 3: ``Sigmoid(gate) * RMSNorm(o)``).
+"""RMSNorm, and the gated RMSNorm that closes a KDA layer (Kimi Linear report: ``Sigmoid(gate) * RMSNorm(o)``).
 
 Statistics and products are float32 whatever the storage type; the result has the input's dtype.
 """
