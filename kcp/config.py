@@ -34,7 +34,7 @@ _TOP_LEVEL = (
     "load_checkpoint load_ckpt_format load_ckpt_async auto_trans_ckpt transform_process_num src_strategy_path_or_dir "
     "only_save_strategy pretrained_model_dir do_eval eval_step_interval eval_epoch_interval ignore_data_skip "
     "data_skip_steps profile profile_communication profile_memory profile_start_step profile_stop_step "
-    "profile_rank_ids profile_pipeline profile_level layer_scale lr_scale lr_scale_factor trainer runner_config optimizer "
+    "profile_rank_ids profile_pipeline profile_level layer_scale lr_scale_factor trainer runner_config optimizer "
     "lr_schedule train_dataset train_dataset_task eval_dataset eval_dataset_task context parallel_config parallel "
     "recompute_config swap_config moe_config model callbacks eval_callbacks runner_wrapper metric monitor_config "
     "processor checkpoint"
