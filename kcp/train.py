@@ -76,21 +76,21 @@ def _train(run: RunConfig, folder: Path, mode: str | None, steps: int | None, pr
     from mindformers.core.context import build_context
     from mindspore.communication import GlobalComm, get_rank
 
-    import kcp.data  # noqa: F401  registers the dataset loader
+    import kcp.data.loader  # noqa: F401  registers the dataset loader
     import kcp.models  # noqa: F401  registers the model and its configuration
     import kcp.train_step  # noqa: F401  registers the one-step wrapper
     from kcp.monitor import TrainingMonitor
 
     config = mindformers_config(run, folder, mode, steps)
     stop_step = config.runner_config.stop_step or 0
-    shared = _plain(config)
+    shared = {key: value for key, value in run.raw.items() if key != "output_dir"}
     build_context(config)
     monitor = TrainingMonitor(
         folder,
         tokens_per_step=run.training.batch_size * run.parallel.data_parallel * run.model.seq_length,
         rank=get_rank() if GlobalComm.INITED else 0,
         world_size=run.world_size,
-        config=shared,
+        config={"file": shared, "mode": config.context.mode, "stop_step": stop_step},
         stop_step=stop_step,
         stream=progress,
     )
@@ -130,15 +130,6 @@ def mindformers_config(run: RunConfig, folder: Path, mode: str | None = None, st
         schedule = config.lr_schedule
         if schedule is not None and schedule.total_steps in (None, -1):
             schedule.total_steps = stop_step
-    return config
-
-
-def _plain(config: Any) -> Any:
-    """A MindFormers configuration as dicts and lists that do not change under it."""
-    if isinstance(config, dict):
-        return {str(key): _plain(value) for key, value in config.items()}
-    if isinstance(config, (list, tuple)):
-        return [_plain(value) for value in config]
     return config
 
 
