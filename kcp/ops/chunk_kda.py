@@ -35,9 +35,7 @@ class _ChunkKda(nn.Cell):
         return (out, final_state) + saved
 
     def bprop(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out, dout):
-        grads = self.backward(
-            self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out[2:], dout[0], dout[1]
-        )
+        grads = self.backward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out[2:], dout[0], dout[1])
         return grads + (ops.zeros_like(cu),)
 
 
@@ -75,7 +73,17 @@ def _cell(tensors, cu, num_sequences, scale, chunk_size, layout, flags, numbers,
         use_exp2=exp2,
     )
     sizes = check_inputs(
-        layout, q, k, v, g, beta, a_log, dt_bias, initial_state, v_first, len(cu) - 1 if isinstance(cu, (list, tuple)) else num_sequences
+        layout,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        a_log,
+        dt_bias,
+        initial_state,
+        v_first,
+        len(cu) - 1 if isinstance(cu, (list, tuple)) else num_sequences,
     )
     if isinstance(cu, (list, tuple)):
         cu = check_cu_seqlens(cu, sizes["T"])

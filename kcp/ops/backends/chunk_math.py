@@ -21,7 +21,12 @@ def _constant(kind: str, size: int) -> Tensor:
     ones = np.ones((size, size), np.float32)
     if kind == "exponents":
         return Tensor(_exponent_sums(size))
-    table = {"lower": np.tril(ones), "strict": np.tril(ones, -1), "upper": np.triu(ones, 1), "eye": np.eye(size, dtype=np.float32)}
+    table = {
+        "lower": np.tril(ones),
+        "strict": np.tril(ones, -1),
+        "upper": np.triu(ones, 1),
+        "eye": np.eye(size, dtype=np.float32),
+    }
     return Tensor(table[kind])
 
 
@@ -59,7 +64,13 @@ def decays(a: Tensor):
     for start in range(SUB_BLOCK, c, SUB_BLOCK):
         to_blocks.append(powers[..., row : row + start, :])
         row += start
-    return sums[..., :c, :], powers[..., :c, :], powers[..., c : 2 * c, :], powers[..., 2 * c : 3 * c, :], tuple(to_blocks)
+    return (
+        sums[..., :c, :],
+        powers[..., :c, :],
+        powers[..., c : 2 * c, :],
+        powers[..., 2 * c : 3 * c, :],
+        tuple(to_blocks),
+    )
 
 
 def _to_blocks(x: Tensor) -> Tensor:
@@ -114,7 +125,9 @@ def _diagonal_scores(q: Tensor, k: Tensor, e: Tensor):
     return scores[..., 0, :], scores[..., 1, :] * _constant("strict", SUB_BLOCK)
 
 
-def pair_grads(d_q: Tensor, d_k: Tensor, q: Tensor, k: Tensor, a: Tensor, in_block: Tensor, to_blocks: tuple, beta: Tensor):
+def pair_grads(
+    d_q: Tensor, d_k: Tensor, q: Tensor, k: Tensor, a: Tensor, in_block: Tensor, to_blocks: tuple, beta: Tensor
+):
     """Adjoint of :func:`pair_scores` over the pairs j < i (pairs i = j carry no decay and are left to the caller).
 
     Args:
@@ -175,7 +188,9 @@ def _diagonal_grads(d_q, d_k, d_kb, q, k, e):
     for i in range(SUB_BLOCK - 1, -1, -1):
         w_rows.append(future[..., i : i + 1, :])
         future = future + matmul(d_q[..., i : i + 1, :], q[..., i : i + 1, :], transpose_a=True)
-        future = (future + matmul(d_kb[..., i : i + 1, :], k[..., i : i + 1, :], transpose_a=True)) * e[..., i : i + 1, :]
+        future = (future + matmul(d_kb[..., i : i + 1, :], k[..., i : i + 1, :], transpose_a=True)) * e[
+            ..., i : i + 1, :
+        ]
     return ops.concat(tuple(x_rows), -2), ops.concat(tuple(y_rows), -2), ops.concat(tuple(w_rows[::-1]), -2)
 
 

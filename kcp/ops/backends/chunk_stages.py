@@ -13,6 +13,7 @@ from kcp.ops.gates import l2_normalise, l2_normalise_grad, log_decay, log_decay_
 from kcp.ops.layouts import expand_heads, reduce_heads
 from kcp.ops.numerics import matmul
 
+
 def _column(x: Tensor) -> Tensor:
     return ops.expand_dims(x, -1)
 
@@ -105,7 +106,9 @@ def backward_scan(plan, index, q_scaled, k, w, d_o, dv, decay, boundary):
     return ops.stack(tuple(ends[::-1]), 2), dh0, ops.stack(tuple(values[::-1]), 2)
 
 
-def backward_inputs(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_new, d_aqk, dq_raw, rstds):
+def backward_inputs(
+    opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_new, d_aqk, dq_raw, rstds
+):
     """Every gradient of a chunk, once its state gradient is known (design section 2, backward of a chunk).
 
     Args:
@@ -137,7 +140,11 @@ def backward_inputs(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_
     through_state = (h * dh).sum(-1) * from_start[..., -1, :]
     earlier = matmul(batch_constant("strict", chunk_size, akk), kn * to_end * d_kg)
     pairs = qn * x + kn * (row * b - col)
-    da = matmul(batch_constant("lower", chunk_size, akk), pairs, transpose_a=True) + earlier + ops.expand_dims(through_state, -2)
+    da = (
+        matmul(batch_constant("lower", chunk_size, akk), pairs, transpose_a=True)
+        + earlier
+        + ops.expand_dims(through_state, -2)
+    )
 
     self_pair = _column((d_aqk * batch_constant("eye", chunk_size, akk)).sum(-1))
     dq = reduce_heads(plan.merge(x + self_pair * kn, index), num_heads)

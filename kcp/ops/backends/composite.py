@@ -108,9 +108,7 @@ def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved
         d_o = to_head_major(_float32(d_out), token_major(opts.layout))
     states = (_num_sequences(opts, hq.shape[0], cu), hv.shape[1], hq.shape[3], hv.shape[3])
     d_state = ops.zeros(states, ms.float32) if d_final is None else transpose_state(d_final, opts.state_v_first)
-    grads, dh0 = chunks.backward(
-        opts, plan, index, hq, hk, hv, hg, hb, used_a_log, used_dt_bias, saved, d_o, d_state
-    )
+    grads, dh0 = chunks.backward(opts, plan, index, hq, hk, hv, hg, hb, used_a_log, used_dt_bias, saved, d_o, d_state)
     dq, dk, dv, dbeta, dg, da_log, ddt_bias = grads
     token_grads = (dq, dk, dv, dg, dbeta)
     out = ()
