@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import mindspore as ms
-from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
 from kcp.digest import check_same_on_all_ranks, digests
 
@@ -30,8 +29,7 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
-@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
-class TrainingMonitor(ms.Callback):
+class KcpMonitor(ms.Callback):
     """Progress, metrics, loss curve, the check that ranks agree, and the stop of a diverged or finished run.
 
     Args:
@@ -120,9 +118,9 @@ class TrainingMonitor(ms.Callback):
         curve = self._draw()
         first, last = self.losses[0], self.losses[-1]
         skipped = f", {self.skipped} skipped" if self.skipped else ""
-        self._print(f"done: {self.step} steps{skipped}, loss {first:.4f} -> {last:.4f}")
-        self._print(f"metrics: {self.output_dir / METRICS_FILE}")
-        self._print(f"loss curve: {curve}")
+        self._print(f"kcp: done: {self.step} steps{skipped}, loss {first:.4f} -> {last:.4f}")
+        self._print(f"kcp: metrics: {self.output_dir / METRICS_FILE}")
+        self._print(f"kcp: loss curve: {curve}")
 
     def _log(self, loss: float, norm: float, learning_rate: float, skipped: bool, seconds: float) -> None:
         speed = self.tokens_per_step / seconds

@@ -22,24 +22,42 @@ MODES = {"graph": 0, "pynative": 1}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one worker; returns its exit code. A failure in a launch of several workers ends the process at once."""
+    """Run one worker.
+
+    Args:
+        arguments: Command line, without the program's name; by default this process's.
+
+    Returns:
+        0 when training came to its end, 2 when the configuration can't be run (said on stderr, one line a reason).
+
+    Raises:
+        Exception: Whatever ended the training. The process must then end without waiting for its peers.
+    """
     options = _parse(arguments)
-    launched = _launched_world_size()
     try:
-        run = load_run_config(options.config, launched)
+        run = load_run_config(options.config, _launched_world_size())
     except ConfigError as error:
         for line in error.problems:
             print(f"kcp: error: {line}", file=sys.stderr)
         return 2
-    try:
-        train(run, options.output_dir, options.mode, options.steps)
-    except BaseException as error:
-        _report(error)
-        if launched > 1:
-            # Peers may be waiting in a collective that never comes, and so would an orderly shutdown.
-            os._exit(1)
-        return 1
+    train(run, options.output_dir, options.mode, options.steps)
     return 0
+
+
+def run_worker(arguments: Sequence[str] | None = None) -> None:
+    """:func:`main` as a whole process: never returns, and ends at once when training failed."""
+    try:
+        code = main(arguments)
+    except Exception as error:
+        if type(error).__name__ in ("RankMismatchError", "DivergedError"):
+            print(f"kcp: error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Peers may be waiting in a collective that never comes, and an orderly shutdown would wait for them.
+        os._exit(1)
+    sys.exit(code)
 
 
 def train(run: RunConfig, output_dir: str | None = None, mode: str | None = None, steps: int | None = None) -> None:
@@ -79,13 +97,13 @@ def _train(run: RunConfig, folder: Path, mode: str | None, steps: int | None, pr
     import kcp.data.loader  # noqa: F401  registers the dataset loader
     import kcp.models  # noqa: F401  registers the model and its configuration
     import kcp.train_step  # noqa: F401  registers the one-step wrapper
-    from kcp.monitor import TrainingMonitor
+    from kcp.monitor import KcpMonitor
 
     config = mindformers_config(run, folder, mode, steps)
     stop_step = config.runner_config.stop_step or 0
     shared = {key: value for key, value in run.raw.items() if key != "output_dir"}
     build_context(config)
-    monitor = TrainingMonitor(
+    monitor = KcpMonitor(
         folder,
         tokens_per_step=run.training.batch_size * run.parallel.data_parallel * run.model.seq_length,
         rank=get_rank() if GlobalComm.INITED else 0,
@@ -117,8 +135,9 @@ def mindformers_config(run: RunConfig, folder: Path, mode: str | None = None, st
     config.train_dataset_task.dataset_config = config.train_dataset
     if config.runner_wrapper is None:
         config.runner_wrapper = MindFormerConfig(type="KcpTrainOneStepCell")
-    # kcp's monitor prints the global loss; the stock one needs a Megatron-style configuration.
-    config.callbacks = [callback for callback in config.callbacks or [] if callback.get("type") != "MFLossMonitor"]
+    # The monitor is always there; the stock one would need a Megatron-style configuration.
+    own = ("KcpMonitor", "MFLossMonitor")
+    config.callbacks = [callback for callback in config.callbacks or [] if callback.get("type") not in own]
     if mode is not None:
         config.context.mode = MODES[mode]
     if steps is not None:
@@ -153,15 +172,5 @@ def _positive(text: str) -> int:
     return value
 
 
-def _report(error: BaseException) -> None:
-    """Say why the worker ends: one line for what a user can act on, else the traceback."""
-    if type(error).__name__ in ("RankMismatchError", "DivergedError"):
-        print(f"kcp: error: {error}", file=sys.stderr, flush=True)
-    else:
-        traceback.print_exception(error, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_worker()

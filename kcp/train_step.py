@@ -42,7 +42,7 @@ class KcpTrainOneStepCell(nn.Cell):
         use_clip_grad: Whether gradients are clipped by their global norm.
         max_grad_norm: The norm above which they are scaled down.
         max_skipped_steps: Steps in a row whose gradients are not finite after which the run is stopped (by
-            :class:`kcp.monitor.TrainingMonitor`).
+            :class:`kcp.monitor.KcpMonitor`).
         scale_sense: Only 1.0: no loss scaling is done.
         **kwargs: What MindFormers hands to every wrapper; not used.
 

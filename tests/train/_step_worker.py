@@ -1,4 +1,4 @@
-"""Worker of test_train_step: the one-step cell and the digests on two ranks; prints one line of JSON, ``RESULT {...}``."""
+"""Worker of test_train_step: the one-step cell and the digests on two ranks; prints ``RESULT {...}``, JSON."""
 
 import json
 

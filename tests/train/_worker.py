@@ -14,6 +14,6 @@ if __name__ == "__main__":
         arguments.remove("--stand-in")
         _stand_in.install_layer()
     _stand_in.install_loader()
-    from kcp.train import main
+    from kcp.train import run_worker
 
-    sys.exit(main(arguments))
+    run_worker(arguments)

@@ -1,8 +1,8 @@
 """Kimi-Linear decoder and causal language model (Kimi Linear report, section 5), KDA layers with dense feed-forwards.
 
 Parameter names are those of a Hugging Face ``kimi_linear`` checkpoint on disk, where the dense feed-forward too is
-called ``block_sparse_moe``. The model is given whole samples and works on its rank's slice of them; only KDA crosses ranks.
-A sample is treated as one document: ``cu_seqlens`` is accepted and not used yet.
+called ``block_sparse_moe``. The model is given whole samples and works on its rank's slice of them; only KDA crosses
+ranks. A sample is treated as one document: ``cu_seqlens`` is accepted and not used yet.
 
 Shape suffixes: B samples, T tokens of a sample, L tokens of this rank's slice, D hidden size, V vocabulary.
 """
