@@ -61,9 +61,7 @@ class KdaOptions:
             )
         if not self.use_gate_in_kernel and (self.has_a_log or self.has_dt_bias):
             name = "a_log" if self.has_a_log else "dt_bias"
-            raise ValueError(
-                f"{name} is given with use_gate_in_kernel=False, which takes g as the log decay; allowed: None"
-            )
+            raise ValueError(f"{name} is given with use_gate_in_kernel=False, which takes g as the log decay; allowed: None")
         object.__setattr__(self, "beta_factor", 2.0 if self.allow_neg_eigval else 1.0)
 
 
@@ -82,9 +80,7 @@ def check_number(name, value, minimum=None):
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; allowed: a finite number")
     if value != value or value in (float("inf"), float("-inf")) or (minimum is not None and value < minimum):
-        raise ValueError(
-            f"{name} is {value!r}; allowed: a finite number" + ("" if minimum is None else f" >= {minimum}")
-        )
+        raise ValueError(f"{name} is {value!r}; allowed: a finite number" + ("" if minimum is None else f" >= {minimum}"))
 
 
 def check_choice(name, value, choices):
@@ -115,9 +111,7 @@ def check_cu_seqlens(cu_seqlens, num_tokens, name="cu_seqlens"):
         raise ValueError(f"{name} is {list(shown)}; allowed: at least two boundaries, the first 0")
     for i in range(1, len(values)):
         if values[i] < values[i - 1]:
-            raise ValueError(
-                f"{name} decreases at index {i} ({values[i - 1]} -> {values[i]}); allowed: non-decreasing boundaries"
-            )
+            raise ValueError(f"{name} decreases at index {i} ({values[i - 1]} -> {values[i]}); allowed: non-decreasing boundaries")
     if values[-1] != num_tokens:
         raise ValueError(f"{name} ends at {values[-1]}; allowed: {num_tokens}, the number of tokens")
     return values
@@ -133,9 +127,7 @@ def check_chunk_indices(chunk_indices, cu_seqlens, chunk_size):
             expected.append((n, c))
     given = [tuple(int(x) for x in pair) for pair in chunk_indices]
     if given != expected:
-        raise ValueError(
-            f"chunk_indices is {given[:8]} of length {len(given)}; allowed: None or {expected[:8]} of length {len(expected)}"
-        )
+        raise ValueError(f"chunk_indices is {given[:8]} of length {len(given)}; allowed: None or {expected[:8]} of length {len(expected)}")
 
 
 def check_tensor(name, info, dims, sizes, dtypes):
@@ -208,9 +200,7 @@ def require_tensor(name, x, optional=False):
     if optional and x is None:
         return
     if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name} is not a Tensor but {type(x).__name__}; allowed: a Tensor" + (" or None" if optional else "")
-        )
+        raise TypeError(f"{name} is not a Tensor but {type(x).__name__}; allowed: a Tensor" + (" or None" if optional else ""))
 
 
 @constexpr(check=False)

@@ -11,7 +11,7 @@ from kcp.ops import numerics
 from kcp.ops.backends.chunk_math import batch_constant, decays, inverse_unit_lower, pair_grads, pair_scores
 from kcp.ops.gates import l2_normalise, l2_normalise_grad, log_decay, log_decay_grad
 from kcp.ops.layouts import expand_heads, reduce_heads
-from kcp.ops.numerics import matmul
+from kcp.ops.numerics import LN2, matmul
 
 
 def _column(x: Tensor) -> Tensor:
@@ -43,12 +43,14 @@ def prepare(opts, plan, index, q, k, v, g, beta, a_log, dt_bias):
     akk = inverse_unit_lower(scores_k * b)
     w = matmul(akk, kn * from_start * b)
     u = matmul(akk, v * b)
+    gk = gk if opts.use_exp2 else gk * LN2
     return (gk, aqk, akk, w, u, qn * from_start, kn * to_end), (q, k, q_rstd, k_rstd, beta)
 
 
-def last_decay(gk: Tensor) -> Tensor:
-    """2^G_last of every chunk ``[B, H, N, K, 1]`` from the cumulative log2 decay ``[B, H, N, C, K]``."""
-    return _column(numerics.exp2(gk[..., -1, :]))
+def last_decay(opts, gk: Tensor) -> Tensor:
+    """2^G_last of every chunk ``[B, H, N, K, 1]`` from gk ``[B, H, N, C, K]`` (natural log without ``opts.use_exp2``)."""
+    last = gk[..., -1, :]
+    return _column(numerics.exp2(last if opts.use_exp2 else last / LN2))
 
 
 def forward_scan(plan, index, k, w, u, decay, boundary):
@@ -106,9 +108,7 @@ def backward_scan(plan, index, q_scaled, k, w, d_o, dv, decay, boundary):
     return ops.stack(tuple(ends[::-1]), 2), dh0, ops.stack(tuple(values[::-1]), 2)
 
 
-def backward_inputs(
-    opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_new, d_aqk, dq_raw, rstds
-):
+def backward_inputs(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_new, d_aqk, dq_raw, rstds):
     """Every gradient of a chunk, once its state gradient is known (design section 2, backward of a chunk).
 
     Args:
@@ -140,11 +140,7 @@ def backward_inputs(
     through_state = (h * dh).sum(-1) * from_start[..., -1, :]
     earlier = matmul(batch_constant("strict", chunk_size, akk), kn * to_end * d_kg)
     pairs = qn * x + kn * (row * b - col)
-    da = (
-        matmul(batch_constant("lower", chunk_size, akk), pairs, transpose_a=True)
-        + earlier
-        + ops.expand_dims(through_state, -2)
-    )
+    da = matmul(batch_constant("lower", chunk_size, akk), pairs, transpose_a=True) + earlier + ops.expand_dims(through_state, -2)
 
     self_pair = _column((d_aqk * batch_constant("eye", chunk_size, akk)).sum(-1))
     dq = reduce_heads(plan.merge(x + self_pair * kn, index), num_heads)
@@ -186,10 +182,8 @@ def forward(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, h0):
 
     ``saved`` feeds :func:`backward`; it holds nothing that the inputs do not give back.
     """
-    (gk, aqk, akk, w, u, qg, kg), (q_hat, k_hat, q_rstd, k_rstd, _) = prepare(
-        opts, plan, index, q, k, v, g, beta, a_log, dt_bias
-    )
-    decay = last_decay(gk)
+    (gk, aqk, akk, w, u, qg, kg), (q_hat, k_hat, q_rstd, k_rstd, _) = prepare(opts, plan, index, q, k, v, g, beta, a_log, dt_bias)
+    decay = last_decay(opts, gk)
     h, v_new, final_state = forward_scan(plan, index, kg, w, u, decay, h0)
     qg_scaled = qg * opts.scale
     out = plan.merge(output(qg_scaled, aqk, v_new, h), index)
@@ -208,7 +202,5 @@ def backward(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, saved, d_o, d_
     d_o = plan.split(d_o, index)
     d_aqk, dv_local, dq_raw = backward_local(opts, aqk, v_new, d_o, h)
     dh, dh0, dv_new = backward_scan(plan, index, qg_scaled, kg, w, d_o, dv_local, decay, d_final)
-    grads = backward_inputs(
-        opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_new, d_aqk, dq_raw, rstds
-    )
+    grads = backward_inputs(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_new, d_aqk, dq_raw, rstds)
     return grads, dh0
