@@ -6,29 +6,12 @@ import types
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
-from mindspore.communication import GlobalComm, get_group_size, get_rank
 from mindspore.dataset import GeneratorDataset
 
 
 def install_layer():
-    """Put a token-wise layer in the place of KDA, and a plain group."""
+    """Put a token-wise layer in the place of KDA."""
     from kcp.layers.linear import Linear
-
-    class CpGroup:
-        def __init__(self, rank, size):
-            self.rank, self.size = rank, size
-
-        @classmethod
-        def single(cls):
-            return cls(0, 1)
-
-        @classmethod
-        def world(cls):
-            return cls(get_rank(), get_group_size()) if GlobalComm.INITED else cls(0, 1)
-
-        def slice_bounds(self, tokens):
-            part = tokens // self.size
-            return self.rank * part, (self.rank + 1) * part
 
     class KdaAttentionConfig(types.SimpleNamespace):
         pass
@@ -44,9 +27,6 @@ def install_layer():
     module = types.ModuleType("kcp.layers.kda_attention")
     module.KdaAttention, module.KdaAttentionConfig = KdaAttention, KdaAttentionConfig
     sys.modules[module.__name__] = module
-    import kcp.parallel
-
-    kcp.parallel.CpGroup = CpGroup
 
 
 def install_loader():

@@ -57,6 +57,11 @@ def test_two_data_parallel_ranks_equal_one_process(alone, tmp_path):
 
 
 @pytest.mark.ci
+def test_data_and_context_parallel_together_equal_one_process(alone, tmp_path):
+    check_same(train(tmp_path, steps=STEPS, dp=2, cp=2, batch_size=1, strategy="state_scan"), alone)
+
+
+@pytest.mark.ci
 def test_a_run_that_diverges_is_stopped_with_the_reason(tmp_path):
     config = write_config(tmp_path, learning_rate=1.0e30)
     with pytest.raises(WorkerError, match="kcp: error: step .* not finite in 3 steps in a row") as caught:

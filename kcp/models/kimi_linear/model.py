@@ -18,7 +18,8 @@ from kcp.layers.linear import Embedding, Linear
 from kcp.layers.mlp import SwiGLU
 from kcp.layers.norms import RMSNorm
 from kcp.models.kimi_linear.configuration import KimiLinearConfig
-from kcp.parallel import CpGroup
+from kcp.parallel.group import CpGroup
+from kcp.parallel.subgroups import context_parallel_group
 
 
 def kda_attention_config(config: KimiLinearConfig) -> KdaAttentionConfig:
@@ -113,7 +114,7 @@ class KimiLinearForCausalLM(PreTrainedModel):
         The trainer adds both over all ranks; their quotient is the loss.
 
     Raises:
-        ValueError: The launch has fewer ranks than ``config.context_parallel_size``.
+        ValueError: The number of launched ranks is not a multiple of ``config.context_parallel_size``.
     """
 
     config_class = KimiLinearConfig
@@ -121,7 +122,7 @@ class KimiLinearForCausalLM(PreTrainedModel):
 
     def __init__(self, config: KimiLinearConfig, group: CpGroup | None = None):
         super().__init__(config)
-        self.group = cp_group(config.context_parallel_size) if group is None else group
+        self.group = context_parallel_group(config.context_parallel_size) if group is None else group
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
         self.tied = bool(config.tie_word_embeddings)
@@ -169,17 +170,3 @@ class KimiLinearForCausalLM(PreTrainedModel):
     def get_gpt_transformer_config(self) -> None:
         """Asked by MindFormers' trainer: there is no Megatron-style configuration behind this model."""
         return None
-
-
-def cp_group(size: int) -> CpGroup:
-    """The context-parallel group of this process: ``size`` consecutive ranks.
-
-    Raises:
-        ValueError: The launch does not have ``size`` ranks, or more than one such group.
-    """
-    if size == 1:
-        return CpGroup.single()
-    group = CpGroup.world()
-    if group.size != size:
-        raise ValueError(f"context_parallel_size: {size} is needed by the model, the launch has {group.size} ranks")
-    return group
