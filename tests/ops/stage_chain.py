@@ -54,9 +54,7 @@ class Chain:
         return dict(zip(PREPARE_NAMES, result, strict=True))
 
     def summary(self, c: dict) -> Tensor:
-        result = kcp_ops.chunk_kda_pre_process_fwd(
-            c["kg"], c["w"], c["u"], gk=c["gk"], cu_seqlens=self.cu, chunk_size=self.chunk_size
-        )
+        result = kcp_ops.chunk_kda_pre_process_fwd(c["kg"], c["w"], c["u"], gk=c["gk"], cu_seqlens=self.cu, chunk_size=self.chunk_size)
         return result[0]
 
     def states(self, c: dict, initial_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
