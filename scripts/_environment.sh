@@ -17,8 +17,8 @@ prepare_environment() {
         "$environment/bin/python" -c 'import kcp' 2>/dev/null; then
         return 0
     fi
-    if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null; then
-        echo "kcp: error: PYTHON = $python: Python 3.10 or 3.11 is needed (MindSpore 2.9 has no other wheels)" >&2
+    if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+        echo "kcp: error: PYTHON = $python: Python 3.10, 3.11 or 3.12 is needed (MindSpore 2.9 has no other wheels)" >&2
         return 2
     fi
     echo "kcp: installing into $environment (once; takes some minutes)"
