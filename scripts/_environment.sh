@@ -12,7 +12,8 @@ environment="${KCP_VENV:-$repository/.venv}"
 prepare_environment() {
     local python="${PYTHON:-python3.11}" stamp wanted
     stamp="$environment/.kcp-stamp"
-    
+    # setup.py is there only when native kernels are built.
+    wanted="$(cd "$repository" && { cat setup.cfg pyproject.toml setup.py 2>/dev/null || true; } | sha256sum | cut -c1-64)"
     if [ -x "$environment/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] &&
         "$environment/bin/python" -c 'import kcp' 2>/dev/null; then
         return 0
