@@ -299,8 +299,7 @@ class _Run:
         if first.code == -signal.SIGKILL:
             _say("kcp: SIGKILL comes from outside: often from the kernel when memory runs out (see: dmesg)")
         lines = last_lines(log)
-        if lines:
-            _say(f"kcp: its last lines, from {log}:")
+        _say(f"kcp: its last lines, from {log}:" if lines else f"kcp: it left no error lines in {log}")
         for line in lines:
             _say(f"  | {line[:LINE_WIDTH]}")
 

@@ -23,6 +23,7 @@ _PEER_SYMPTOM = re.compile(
     re.IGNORECASE,
 )
 _MINDSPORE_ERROR = re.compile(r"\[(ERROR|CRITICAL)\] ")
+_NOISE = re.compile(r"\[(WARNING|INFO|DEBUG)\] ")
 _CALL_STACK = re.compile(r"- (C\+\+|The Function) Call Stack|#\s*0 In file|The function call stack")
 _LOG_TAIL_BYTES = 1 << 16
 
@@ -258,7 +259,7 @@ def last_lines(path: Path, count: int = 15) -> list[str]:
     ends = [index for index, line in enumerate(lines) if _CALL_STACK.match(line)]
     if starts and ends:
         lines = lines[: ends[0]]
-    lines = [line for line in lines if line.strip(" -=") and line not in errors]
+    lines = [line for line in lines if line.strip(" -=") and line not in errors and not _NOISE.match(line)]
     return errors + lines[-count:]
 
 

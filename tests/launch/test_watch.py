@@ -109,7 +109,7 @@ def test_last_lines_are_the_errors_and_the_last_traceback_without_call_stacks(tm
 
 def test_last_lines_without_a_traceback_are_the_last_ones(tmp_path):
     log = tmp_path / "worker_0.log"
-    log.write_text("".join(f"line {number}\n\n" for number in range(40)))
+    log.write_text("".join(f"line {number}\n\n[WARNING] ME(1): waiting\n" for number in range(40)))
     assert last_lines(log, 2) == ["line 38", "line 39"]
     assert last_lines(tmp_path / "none") == []
 
