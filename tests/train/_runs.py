@@ -99,7 +99,7 @@ def train(folder: Path, *, steps=20, mode="graph", **options) -> list[dict]:
     folder.mkdir(parents=True, exist_ok=True)
     config = write_config(folder, **options)
     workers = options.get("dp", 1) * options.get("cp", 1)
-    start(workers, ["--stand-in", str(config), "--steps", str(steps), "--mode", mode], folder)
+    start(workers, [str(config), "--steps", str(steps), "--mode", mode], folder)
     return read_metrics(folder)
 
 

@@ -65,7 +65,7 @@ def test_data_and_context_parallel_together_equal_one_process(alone, tmp_path):
 def test_a_run_that_diverges_is_stopped_with_the_reason(tmp_path):
     config = write_config(tmp_path, learning_rate=1.0e30)
     with pytest.raises(WorkerError, match="kcp: error: step .* not finite in 3 steps in a row") as caught:
-        start(1, ["--stand-in", str(config), "--steps", "12"], tmp_path)
+        start(1, [str(config), "--steps", "12"], tmp_path)
     assert "Traceback" not in caught.value.outputs[0]
     assert sum(record["skipped"] for record in read_metrics(tmp_path)) == 3
 
@@ -74,6 +74,6 @@ def test_a_run_that_diverges_is_stopped_with_the_reason(tmp_path):
 def test_context_parallel_without_a_launch_is_refused_in_one_line(tmp_path):
     config = write_config(tmp_path, cp=2, strategy="state_scan")
     with pytest.raises(WorkerError, match="ended with 2") as caught:
-        start(1, ["--stand-in", str(config)], tmp_path)
+        start(1, [str(config)], tmp_path)
     lines = [line for line in caught.value.outputs[0].splitlines() if "kcp: error" in line]
     assert len(lines) == 1 and "context_parallel" in lines[0] and "Traceback" not in caught.value.outputs[0]
