@@ -28,7 +28,7 @@ def alone(tmp_path_factory) -> list[dict]:
 @pytest.mark.fast
 def test_one_process_learns(alone):
     assert alone[0]["loss"] == pytest.approx(math.log(259), abs=0.1)
-    assert alone[-1]["loss"] < alone[0]["loss"] - 0.5
+    assert alone[-1]["loss"] < alone[0]["loss"] - 0.3
     assert not any(record["skipped"] for record in alone)
     assert all(record["tokens_per_second"] > 0 and record["seconds"] > 0 for record in alone)
 
