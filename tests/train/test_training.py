@@ -52,6 +52,13 @@ def test_two_context_parallel_ranks_equal_one_process(alone, tmp_path, strategy,
 
 
 @pytest.mark.ci
+def test_two_layers_on_two_context_parallel_ranks_equal_one_process(tmp_path):
+    alone = train(tmp_path / "alone", steps=STEPS, layers=2, tied=True)
+    for strategy in ("state_scan", "ulysses"):
+        check_same(train(tmp_path / strategy, steps=STEPS, cp=2, strategy=strategy, layers=2, tied=True), alone)
+
+
+@pytest.mark.ci
 def test_two_data_parallel_ranks_equal_one_process(alone, tmp_path):
     check_same(train(tmp_path, steps=STEPS, dp=2, batch_size=1), alone)
 
