@@ -122,9 +122,7 @@ def test_state_scan_over_three_slices(gate, state_v_first):
     back = np.stack([ch.back_summary(c, x[1]).asnumpy() for ch, c, x in zip(chains, caches, local, strict=True)])
     for rank, (chain, c, r) in enumerate(zip(chains, caches, results, strict=True)):
         d_aqk, dv_local, dq_raw = local[rank]
-        dht = chunk_kda_merge_fwd_bwd(
-            empty, Tensor(back), len(chains) - 1 - rank, rank, forward=False, state_v_first=state_v_first
-        )
+        dht = chunk_kda_merge_fwd_bwd(empty, Tensor(back), len(chains) - 1 - rank, rank, forward=False, state_v_first=state_v_first)
         dh, _, dv_scan = chain.state_gradients(c, dv_local, r["h0"], dht)
         r.update(chain.input_gradients(c, r["v_new"], r["h"], dh, dv_scan, d_aqk, dq_raw))
 

@@ -28,10 +28,8 @@ SIGNATURES = {
     "chunk_kda_pre_process_fwd": "k w u * gk cu_seqlens chunk_size=64",
     "chunk_kda_fwd_h": "k w u * gk initial_state=None output_final_state=False chunk_size=64 cu_seqlens=None "
     "chunk_indices=None use_exp2=True state_v_first=False",
-    "chunk_kda_fwd_finalize": "qg_scaled aqk v_new h * output_layout='BSND' state_v_first=False cu_seqlens=None "
-    "chunk_indices=None",
-    "chunk_kda_bwd_prepare": "aqk v_new d_o h * scale layout='BNSD' chunk_size=64 state_v_first=False cu_seqlens=None "
-    "chunk_indices=None",
+    "chunk_kda_fwd_finalize": "qg_scaled aqk v_new h * output_layout='BSND' state_v_first=False cu_seqlens=None chunk_indices=None",
+    "chunk_kda_bwd_prepare": "aqk v_new d_o h * scale layout='BNSD' chunk_size=64 state_v_first=False cu_seqlens=None chunk_indices=None",
     "chunk_kda_pre_process_bwd": "q k w d_o dv scale chunk_size=64 * gk cu_seqlens=None",
     "chunk_kda_bwd_dhu": "q k w d_o dv scale chunk_size=64 * gk h0=None dht=None cu_seqlens=None chunk_indices=None "
     "use_exp2=True state_v_first=False",
