@@ -134,9 +134,7 @@ def run_workers(
         failed = None
         try:
             with own_log.open("w") as stream:
-                process = subprocess.Popen(
-                    launch, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=str(cwd or folder)
-                )
+                process = subprocess.Popen(launch, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=str(cwd or folder))
             deadline = time.monotonic() + timeout
             while process.poll() is None and time.monotonic() < deadline and failed is None:
                 time.sleep(0.2)

@@ -178,9 +178,7 @@ def test_one_wrong_thing_gives_one_line(load, changes, expected):
 def test_heads_decide_about_ulysses(load):
     three = {f"{P}.context_parallel": 3, f"{D}.context_parallel": 3, f"{M}.kda_cp_strategy": "ulysses"}
     three |= {f"{M}.seq_length": 510, f"{D}.seq_length": 510}
-    assert problems(load, three) == (
-        f"{M}.linear_num_heads = 4: ulysses needs a multiple of {P}.context_parallel = 3; or use state_scan",
-    )
+    assert problems(load, three) == (f"{M}.linear_num_heads = 4: ulysses needs a multiple of {P}.context_parallel = 3; or use state_scan",)
     assert load(three | {f"{M}.kda_cp_strategy": "state_scan"}).world_size == 3
     assert load({f"{M}.kda_cp_strategy": "ulysses"}).model.kda_cp_strategy == "ulysses"
     grouped = {f"{M}.kda_cp_strategy": "ulysses", f"{M}.linear_num_heads": 1, f"{M}.linear_num_value_heads": 4}

@@ -62,9 +62,7 @@ def test_message_of_sys_exit_is_shown(tmp_path):
 
 
 def test_user_errors_are_passed_on_alone(tmp_path):
-    code, out, err = run(
-        tmp_path, "print('kcp: error: a = 1: no', file=sys.stderr); print('kcp: error: b = 2: no'); sys.exit(2)"
-    )
+    code, out, err = run(tmp_path, "print('kcp: error: a = 1: no', file=sys.stderr); print('kcp: error: b = 2: no'); sys.exit(2)")
     assert (code, out, err) == (2, "", "kcp: error: a = 1: no\nkcp: error: b = 2: no\n")
 
 
@@ -82,9 +80,7 @@ def test_signal_is_named(tmp_path, number):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_stops_everything(tmp_path, number):
-    launcher = start(
-        write(tmp_path, "import subprocess\nsubprocess.Popen(['sleep', '613'])\n" + SLEEPER), tmp_path / "logs"
-    )
+    launcher = start(write(tmp_path, "import subprocess\nsubprocess.Popen(['sleep', '613'])\n" + SLEEPER), tmp_path / "logs")
     wait_for_worker(tmp_path)
     launcher.send_signal(number)
     code, _, err = finish(launcher, timeout=30)

@@ -33,8 +33,9 @@ def test_jit_with_chunks_of_64():
     check(run(problem, jit=True), problem.truth())
 
 
-@pytest.mark.parametrize("disable_recompute", [pytest.param(True, marks=pytest.mark.ci), False])
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.ci), "bfloat16"])
+@pytest.mark.ci
+@pytest.mark.parametrize("disable_recompute", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_jit_with_and_without_recompute(dtype, disable_recompute):
     problem = make_problem(2, Hv=4, dtype=dtype, state_v_first=True, V=4, **SMALL)
     check(run(problem, jit=True, disable_recompute=disable_recompute), problem.truth(), dtype=dtype)
@@ -77,6 +78,7 @@ def test_gradient_of_one_input(position):
     assert np.array_equal(grad.asnumpy(), run(problem)[names[position]])
 
 
+@pytest.mark.ci
 def test_grad_inside_jit_equals_jit_inside_grad():
     problem = make_problem(6, T=20, chunk_size=16)
     loss, values = _loss(problem), tuple(tensors(problem).values())
@@ -115,7 +117,7 @@ class TinyKda(nn.Cell):
         return ops.matmul(y.reshape(batch * tokens, self.heads * self.dim), self.out).reshape(x.shape)
 
 
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_a_cell_trains(graph):
     """The loss of a small regression falls by a half; every parameter has a finite gradient that is not zero."""
     net = TinyKda()

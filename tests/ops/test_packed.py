@@ -51,6 +51,7 @@ def test_chunk_sizes(chunk_size, cu_form):
     check(run(problem, cu_form=cu_form), problem.truth())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cu_form", ["host", "tensor"])
 def test_graph_mode(cu_form):
     problem = make_problem(5, lens=(9, 0, 20), chunk_size=16, K=8, initial_state=True, d_final=True)
