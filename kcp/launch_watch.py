@@ -252,9 +252,7 @@ def last_lines(path: Path, count: int = 15) -> list[str]:
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if starts:
         lines = lines[starts[-1] :]
-    lines = [
-        line for line in lines if line.strip(" -=") and "C++ Call Stack" not in line and "mindspore/ccsrc/" not in line
-    ]
+    lines = [line for line in lines if line.strip(" -=") and "C++ Call Stack" not in line and "mindspore/ccsrc/" not in line]
     return lines[-count:]
 
 

@@ -112,9 +112,7 @@ def _run(argv: list[str]) -> int:
 def _find_package() -> None:
     """Make ``import kcp`` find the package that this file is part of."""
     package = Path(__file__).resolve().parent
-    spec = importlib.util.spec_from_file_location(
-        "kcp", package / "__init__.py", submodule_search_locations=[str(package)]
-    )
+    spec = importlib.util.spec_from_file_location("kcp", package / "__init__.py", submodule_search_locations=[str(package)])
     module = importlib.util.module_from_spec(spec)
     sys.modules["kcp"] = module
     spec.loader.exec_module(module)

@@ -67,6 +67,4 @@ class KcpTextDataset:
             num_samples=num_samples,
         )
         view = EpochView(samples, workers // context_parallel, rank // context_parallel)
-        return ds.GeneratorDataset(
-            view, list(COLUMNS), shuffle=False, num_parallel_workers=1, python_multiprocessing=False
-        )
+        return ds.GeneratorDataset(view, list(COLUMNS), shuffle=False, num_parallel_workers=1, python_multiprocessing=False)

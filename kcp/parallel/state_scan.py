@@ -6,6 +6,8 @@
 What is exchanged does not depend on the number of tokens. A rank that knows its incoming state computes its outgoing one alone: the first
 rank sends ``[E | 0]`` with E from the initial state, and in the backward the last rank sends dE from the final state's gradient. The last
 rank's forward and the first rank's backward summary are never needed; those ranks send zeros without computing them.
+
+Ranks run different graphs, and a graph orders its collectives by data alone: ``ops.depend`` ties each exchange to the one before it.
 """
 
 import mindspore as ms
@@ -13,7 +15,7 @@ from mindspore import ops
 
 from kcp.ops.layouts import transpose_state
 from kcp.parallel import summary
-from kcp.parallel.gradients import contribute, reduce_parameter
+from kcp.parallel.gradients import contribute, reduce_gate_parameters
 
 
 @ms.jit_class
@@ -54,24 +56,28 @@ class StateScan:
         """This rank's tokens in and out (BSND); ``(out, final_state, saved)``, saved = incoming state, transitions, local caches."""
         shape = self._state_shape(q, v)
         opened = self.backend.forward_open(self.opts, q, k, v, g, beta, a_log, dt_bias, cu)
-        own = self._own_summary(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, opened)
+        own = ops.depend(self._own_summary(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, opened), q)
         gathered = self.group.collectives.all_gather(own)
         if self.is_first and self.has_initial_state:
             state = initial_state * 1.0
         else:
             state = summary.prefix(gathered, self.group.rank, ops.zeros(shape, ms.float32))
             state = transpose_state(state, self.opts.state_v_first)
+        state = ops.depend(state, gathered)
         out, final_state, saved = self.backend.forward_close(self.opts, q, k, v, g, beta, a_log, dt_bias, state, cu, opened)
         if output_final_state:
             final_state = contribute(final_state, self.group.collectives, self.group.size - 1)
+            out = ops.depend(out, final_state)
         boundary = (state, gathered[..., shape[3] :]) if self.keep_transitions else (state,)
         return out, final_state, boundary + saved
 
-    def _incoming_gradient(self, q, v, cu, saved, caches, opened, d_final):
+    def _incoming_gradient(self, q, v, cu, saved, caches, opened, d_out, d_final):
         """Gradient ``[N, Hv, K, V]`` (K-first) of this rank's outgoing state; d_final K-first, the same on every rank."""
         batch, heads, width, value_width = self._state_shape(q, v)
         collectives = self.group.collectives
-        none = ops.zeros((batch, heads, width, value_width + width), ms.float32)
+        none = ops.depend(ops.zeros((batch, heads, width, value_width + width), ms.float32), d_final)
+        if d_out is not None:
+            none = ops.depend(none, d_out)
         if self.keep_transitions:
             if self.is_first:
                 own = none[..., :value_width]
@@ -90,7 +96,7 @@ class StateScan:
             gathered = collectives.all_gather(own)
             d_e, d_m = gathered[..., :value_width], gathered[..., value_width:]
         if self.is_last:
-            return d_final
+            return ops.depend(d_final, d_e)
         return summary.suffix(d_e, d_m, self.group.rank, none[..., :value_width])
 
     def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final, output_final_state):
@@ -102,13 +108,14 @@ class StateScan:
             grad = transpose_state(self.group.collectives.all_reduce(d_final), self.opts.state_v_first)
         else:
             grad = ops.zeros(self._state_shape(q, v), ms.float32)
-        grad = transpose_state(self._incoming_gradient(q, v, cu, saved, caches, opened, grad), self.opts.state_v_first)
+        grad = transpose_state(self._incoming_gradient(q, v, cu, saved, caches, opened, d_out, grad), self.opts.state_v_first)
         dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self.backend.backward_close(
             self.opts, q, k, v, g, beta, a_log, dt_bias, state, cu, caches, opened, grad
         )
-        if self.opts.has_a_log:
-            da_log = reduce_parameter(da_log, self.group.collectives, self.reduced_by)
-        if self.opts.has_dt_bias:
-            ddt_bias = reduce_parameter(ddt_bias, self.group.collectives, self.reduced_by)
-        dh0 = contribute(dh0, self.group.collectives, 0) if self.has_initial_state else initial_state - initial_state
+        da_log, ddt_bias, dq = reduce_gate_parameters(self.opts, da_log, ddt_bias, dq, self.group.collectives, self.reduced_by)
+        if self.has_initial_state:
+            dh0 = contribute(ops.depend(dh0, dq), self.group.collectives, 0)
+            dq = ops.depend(dq, dh0)
+        else:
+            dh0 = initial_state - initial_state
         return dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0

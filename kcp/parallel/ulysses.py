@@ -9,7 +9,7 @@ state is gathered. The two exchanges are each other's inverse and each other's a
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from kcp.parallel.gradients import reduce_parameter
+from kcp.parallel.gradients import reduce_gate_parameters
 
 
 def check_heads(size: int, **heads: int) -> None:
@@ -143,14 +143,15 @@ class Ulysses:
         """Inputs for the local heads; q|k and v|g|beta travel together."""
         width, value_width = q.shape[-1], v.shape[-1]
         qk = sequence_to_heads(ops.concat((q, k), -1), self.group)
-        narrow = ops.cast(ops.expand_dims(beta, -1), v.dtype) if beta.dtype == v.dtype and g.dtype == v.dtype else None
-        if narrow is not None:
-            vgb = sequence_to_heads(ops.concat((v, g, narrow), -1), self.group)
+        v = ops.depend(v, qk)
+        if beta.dtype == v.dtype and g.dtype == v.dtype:
+            vgb = sequence_to_heads(ops.concat((v, g, ops.expand_dims(beta, -1)), -1), self.group)
             v, g = vgb[..., :value_width], vgb[..., value_width : value_width + width]
             beta = vgb[..., value_width + width]
         else:
-            v, g = sequence_to_heads(v, self.group), sequence_to_heads(g, self.group)
-            beta = sequence_to_heads(beta, self.group)
+            v = sequence_to_heads(v, self.group)
+            g = sequence_to_heads(ops.depend(g, v), self.group)
+            beta = sequence_to_heads(ops.depend(beta, g), self.group)
         heads = self.group.size * v.shape[2]
         if self.opts.has_a_log:
             a_log = self._local_heads(a_log, heads)
@@ -190,30 +191,39 @@ class Ulysses:
         )
         if output_final_state:
             final_state = self._gather_heads(final_state)
+            out = ops.depend(out, final_state)
         return heads_to_sequence(out, self.group, local_tokens), final_state, saved
 
     def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final, output_final_state):
         """Gradients of this rank's tokens, partial (or reduced) parameter gradients, the whole initial-state gradient."""
         local_tokens = v.shape[1]
-        inputs = self._exchange_in(q, k, v, g, beta, a_log, dt_bias, initial_state)
+        arrived = d_out if d_out is not None else d_final
+        inputs = self._exchange_in(ops.depend(q, arrived), k, v, g, beta, a_log, dt_bias, initial_state)
         if d_out is not None:
-            d_out = sequence_to_heads(d_out, self.group)
+            d_out = sequence_to_heads(ops.depend(d_out, inputs[2]), self.group)
         if not output_final_state:
             d_final = None
         if d_final is not None:
             begin = self.group.rank * inputs[2].shape[2]
+            d_final = ops.depend(d_final, inputs[2])
+            if d_out is not None:
+                d_final = ops.depend(d_final, d_out)
             d_final = self.group.collectives.all_reduce(d_final)[:, begin : begin + inputs[2].shape[2]]
         dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self.backend.op_backward(
             self.opts, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6], inputs[7], cu, saved, d_out, d_final
         )
         width = dq.shape[-1]
         dqk = heads_to_sequence(ops.concat((dq, dk), -1), self.group, local_tokens)
-        dv, dg = heads_to_sequence(dv, self.group, local_tokens), heads_to_sequence(dg, self.group, local_tokens)
-        dbeta = heads_to_sequence(dbeta, self.group, local_tokens)
+        dv = heads_to_sequence(ops.depend(dv, dqk), self.group, local_tokens)
+        dg = heads_to_sequence(ops.depend(dg, dv), self.group, local_tokens)
+        dbeta = heads_to_sequence(ops.depend(dbeta, dg), self.group, local_tokens)
+        dqk = ops.depend(dqk, dbeta)
         if self.opts.has_a_log:
-            da_log = reduce_parameter(self._spread_heads(da_log), self.group.collectives, self.reduced_by)
+            da_log = self._spread_heads(da_log)
         if self.opts.has_dt_bias:
-            ddt_bias = reduce_parameter(self._spread_heads(ddt_bias), self.group.collectives, self.reduced_by)
+            ddt_bias = self._spread_heads(ddt_bias)
+        da_log, ddt_bias, dqk = reduce_gate_parameters(self.opts, da_log, ddt_bias, dqk, self.group.collectives, self.reduced_by)
         if self.opts.has_initial_state:
-            dh0 = self._gather_heads(dh0)
+            dh0 = self._gather_heads(ops.depend(dh0, dqk))
+            dqk = ops.depend(dqk, dh0)
         return dqk[..., :width], dqk[..., width:], dv, dg, dbeta, da_log, ddt_bias, dh0
