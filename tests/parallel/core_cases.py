@@ -31,7 +31,7 @@ class CoreProblem:
     slow: bool = True
     with_initial_state: bool = True
     with_final_state: bool = True
-    cu_seqlens: tuple[int, ...] | None = None
+    cu_seqlens: tuple | None = None
     seed: int = 0
     options: dict = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class CoreProblem:
         """Inputs, ``d_out`` and ``d_final`` over all tokens, float32; slow decay (a near 0) unless asked otherwise."""
         rng = np.random.default_rng(self.seed)
         b, t, hk, hv, k, v = self.batch, sum(self.lengths), self.num_heads, self.num_v_heads, self.head_dim, self.v_head_dim
-        n = b if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        n = b if self.cu_seqlens is None else sum(len(row) - 1 for row in self.rows())
         state = (n, hv, v, k) if self.config().state_v_first else (n, hv, k, v)
         shapes = {
             "q": (b, t, hk, k), "k": (b, t, hk, k), "v": (b, t, hv, v), "g": (b, t, hv, k), "beta": (b, t, hv),
@@ -61,13 +61,21 @@ class CoreProblem:
         out["g"] -= 6.0 if self.slow else 0.0
         return out
 
+    def rows(self) -> tuple:
+        """Boundaries of every row."""
+        return self.cu_seqlens if isinstance(self.cu_seqlens[0], tuple) else (self.cu_seqlens,)
+
     def truth(self) -> dict[str, np.ndarray]:
-        """Outputs and gradients of the float64 recurrence over all tokens."""
-        x, c = self.arrays(), self.config()
+        """Outputs and gradients of the float64 recurrence over all tokens; packed rows are laid one after the other for it."""
+        x, c, cu = self.arrays(), self.config(), self.cu_seqlens
+        if cu is not None:
+            cu = [0] + [b * sum(self.lengths) + end for b, row in enumerate(self.rows()) for end in row[1:]]
+            for name in (*TOKEN_INPUTS, "d_out"):
+                x[name] = x[name].reshape((1, -1) + x[name].shape[2:])
         inputs = {name: x[name] for name in INPUTS if name != "initial_state" or self.with_initial_state}
-        return kda_reference_grad(
+        truth = kda_reference_grad(
             **inputs,
-            cu_seqlens=self.cu_seqlens,
+            cu_seqlens=cu,
             safe_gate=c.safe_gate,
             allow_neg_eigval=c.allow_neg_eigval,
             use_qk_l2norm_in_kernel=True,
@@ -76,6 +84,9 @@ class CoreProblem:
             d_out=x["d_out"],
             d_final_state=x["d_final"] if self.with_final_state else None,
         )
+        for name in (*TOKEN_INPUTS, "out"):
+            truth[name] = truth[name].reshape((self.batch, sum(self.lengths)) + truth[name].shape[2:])
+        return truth
 
     def rank_tensors(self, rank: int) -> dict[str, Tensor]:
         """What rank ``rank`` holds; every rank puts an equal part of the final state's gradient into the loss."""
