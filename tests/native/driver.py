@@ -143,15 +143,14 @@ class Problem:
         keys = self.range // self.group
         dq, dk = self._out(keys, self.key), self._out(keys, self.key)
         dv, dg, dbeta = self._out(self.range, self.value), self._out(self.range, self.key), self._out(self.range)
-        parameters = np.full((self.range, 1 + self.key), np.nan, np.float32)
-        d_initial = np.full(self.state_shape(), np.nan, np.float32)
+        da_log = np.full(self.range if "a_log" in self.x else 1, np.nan, np.float32)
+        ddt_bias = np.full((self.range, self.key) if "dt_bias" in self.x else (1, 1), np.nan, np.float32)
+        d_initial = np.full(self.state_shape() if "initial_state" in self.x else 1, np.nan, np.float32)
         d_out = self.store(self.x["d_out"])
-        code = self.native.call("kcp_backward", [*inputs, d_out, d_final, self.cache, dq, dk, dv, dg, dbeta, parameters, d_initial])
-        assert code == 0
+        outputs = [dq, dk, dv, dg, dbeta, da_log, ddt_bias, d_initial]
+        assert self.native.call("kcp_backward", [*inputs, d_out, d_final, self.cache, *outputs]) == 0
         got = {n: token_major(self._get(a), self.o.head_major) for n, a in dict(dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta).items()}
-        got.update(da_log=parameters[:, 0], ddt_bias=parameters[:, 1:])
-        if "initial_state" in self.x:
-            got["d_initial_state"] = d_initial
+        got.update(da_log=da_log, ddt_bias=ddt_bias, d_initial_state=d_initial)
         return got
 
     def summary(self, want_m=True):

@@ -78,8 +78,10 @@ def kda(inputs, o):
     if "initial_state" in x:
         res["d_initial_state"] = flip(np.stack(d_initial))
     terms = d["a"] * slope_log
-    res["da_log"], res["ddt_bias"] = terms.sum((0, 1, 3)), res["dg"].sum((0, 1))
-    res["da_log_scale"] = np.abs(terms).sum((0, 1, 3))
+    if a_log is not None:
+        res["da_log"], res["da_log_scale"] = terms.sum((0, 1, 3)), np.abs(terms).sum((0, 1, 3))
+    if bias is not None:
+        res["ddt_bias"] = res["dg"].sum((0, 1))
     return res
 
 

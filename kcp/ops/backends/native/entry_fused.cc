@@ -124,8 +124,21 @@ void backward_wide(Problem& p, const Sizes& n) {
   });
 }
 
+// to[head][0..width) = the sum over the chunks of parts[chunk][head][0..ld), always in the same order; zeros if not wanted
+void sum_parameters(const float* parts, long ld, long width, bool wanted, long heads, long chunks, float* to, long size) {
+  if (!wanted) {
+    memset(to, 0, size * sizeof(float));
+    return;
+  }
+  for (long i = 0; i < heads * width; i++) {
+    double sum = 0;
+    for (long c = 0; c < chunks; c++) sum += parts[(c * heads + i / width) * ld + i % width];
+    to[i] = (float)sum;
+  }
+}
+
 void backward(const Call& call) {
-  call.expect(20);
+  call.expect(21);
   Problem p = {};
   std::vector<Sequence> sequences;
   const Sizes n = read_problem(call, p, sequences, kMaxChunk);
@@ -140,8 +153,10 @@ void backward(const Call& call) {
   p.dv = call.view(15, head_major, false, n.head_begin);
   p.dg = call.view(16, head_major, false, n.head_begin);
   p.dbeta = call.view(17, head_major, true, n.head_begin);
-  float* d_parameters = call.floats(18, true, heads * (1 + K));
-  p.d_initial_state = at_first_head(call.floats(19, call.has(kHasInitialState), state_floats(p)), n, K * V);
+  float *da_log = call.floats(18, true, call.has(kHasALog) ? heads : 1), *ddt_bias = call.floats(19, true, call.has(kHasDtBias) ? heads * K : 1);
+  float* d_initial = call.floats(20, true, call.has(kHasInitialState) ? state_floats(p) : 1);
+  if (call.has(kHasInitialState)) p.d_initial_state = at_first_head(d_initial, n, K * V);
+  else memset(d_initial, 0, call.size(20) * sizeof(float));
   Buffer wide_dq, wide_dk, parts = allocate(n.num_chunks * heads * (1 + K));
   if (p.group > 1) {
     wide_dq = allocate(rows * heads * K), wide_dk = allocate(rows * heads * K);
@@ -166,13 +181,8 @@ void backward(const Call& call) {
     });
   }
   if (p.group > 1) reduce_groups(p, n, p.dq, dq), reduce_groups(p, n, p.dk, dk);
-  // [heads][1+K]: a_log, then dt_bias; chunk sums in a fixed order
-  for (long h = 0; h < heads; h++)
-    for (long d = 0; d <= K; d++) {
-      double sum = 0;
-      for (long c = 0; c < n.num_chunks; c++) sum += parts.get()[(c * heads + h) * (1 + K) + d];
-      d_parameters[h * (1 + K) + d] = (float)sum;
-    }
+  sum_parameters(parts.get(), 1 + K, 1, call.has(kHasALog), heads, n.num_chunks, da_log, call.size(18));
+  sum_parameters(parts.get() + 1, 1 + K, K, call.has(kHasDtBias), heads, n.num_chunks, ddt_bias, call.size(19));
 }
 
 void backward_summary(const Call& call) {

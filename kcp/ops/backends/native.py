@@ -1,0 +1,162 @@
+"""The native backend: fused C++ kernels for CPUs (``native/*.cc``), called as MindSpore "aot" custom operators.
+
+Every entry point takes its tensors in the layouts of ``docs/ops.md`` as they are, float32, float16 or bfloat16, and an int64 tensor of
+options (:func:`pack_options`); absent optional inputs are one-element placeholders. Arithmetic, states and caches are float32.
+"""
+
+import struct
+from functools import lru_cache
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore.ops import constexpr
+
+LIBRARY = Path(__file__).resolve().parent / "native" / "libkcp_native.so"
+CHUNK = 64
+LANE = 32
+SERVED = ("chunk_kda",)
+
+# bits of the options tensor's "present" word, in the order of native/call.h
+HAS_A_LOG, HAS_DT_BIAS, HAS_INITIAL_STATE, HAS_CU_SEQLENS = 1, 2, 4, 8
+WANT_FINAL_STATE, HAS_CACHE, HAS_D_FINAL_STATE, WANT_M = 16, 32, 64, 128
+
+
+def unavailable(stage: str) -> str | None:
+    """Why ``stage`` (or ``"chunk_kda"``) can't be served here; None: it can."""
+    if ms.get_context("device_target") != "CPU":
+        return f"it serves CPUs, and the device target is {ms.get_context('device_target')}"
+    if stage not in SERVED:
+        return "it has no kernel of this stage"
+    if not LIBRARY.exists():
+        return "the native kernels are not built; install kcp where a C++ compiler (g++) is found"
+    return None
+
+
+def _bits(x: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", float(x)))[0]
+
+
+def pack_options(opts, present: int, heads: tuple[int, int] = (0, 0)) -> Tensor:
+    """The int64 options tensor of an entry point (positions: ``Option`` in native/call.h); ``heads`` (0, 0) means all."""
+    gate = 0 if not opts.use_gate_in_kernel else 1 if opts.safe_gate else 2
+    numbers = [
+        opts.layout in ("BNSD", "NTD"), gate, opts.use_qk_l2norm_in_kernel, opts.use_beta_sigmoid_in_kernel, opts.allow_neg_eigval,
+        opts.state_v_first, present, *heads, _bits(opts.scale), _bits(opts.lower_bound), _bits(opts.epsilon), opts.chunk_size,
+        opts.use_exp2,
+    ]  # fmt: skip
+    return Tensor(np.array(numbers, np.int64))
+
+
+def _padded(width):
+    return -(-width // LANE) * LANE
+
+
+def _sizes(layout, k, v):
+    """``(B, T, Hv, K, V)`` from the shapes of k and v."""
+    if layout in ("NTD", "TND"):
+        v = [1, *v]
+    heads, tokens = (v[1], v[2]) if layout in ("BNSD", "NTD") else (v[2], v[1])
+    return v[0], tokens, heads, k[-1], v[-1]
+
+
+def _cache_size(opts, num_sequences, batch, tokens, heads, key, value):
+    """Floats of the forward's cache: h, v_new, Aqk and Akk of every chunk and head."""
+    if isinstance(opts.cu_seqlens, tuple):
+        chunks = sum(-(-(e - b) // CHUNK) for b, e in zip(opts.cu_seqlens[:-1], opts.cu_seqlens[1:], strict=True))
+    elif opts.cu_seqlens == "tensor":
+        chunks = min((tokens + num_sequences * (CHUNK - 1)) // CHUNK, tokens)
+    else:
+        chunks = batch * -(-tokens // CHUNK)
+    return chunks * heads * (_padded(key) * _padded(value) + CHUNK * _padded(value) + 2 * CHUNK * CHUNK)
+
+
+class _Operators:
+    """The custom operators and constant tensors of one set of options."""
+
+    def __init__(self, opts):
+        self.opts = opts
+        self.present = (
+            HAS_A_LOG * opts.has_a_log
+            + HAS_DT_BIAS * opts.has_dt_bias
+            + HAS_INITIAL_STATE * opts.has_initial_state
+            + HAS_CU_SEQLENS * (opts.cu_seqlens is not None)
+        )
+        cache = HAS_CACHE * opts.disable_recompute
+        self.forward_options = pack_options(opts, self.present + WANT_FINAL_STATE + cache)
+        self.backward_options = pack_options(opts, self.present + HAS_D_FINAL_STATE + cache)
+        self.backward_options_no_state = pack_options(opts, self.present + cache)
+        self.boundaries = Tensor(np.array(opts.cu_seqlens, np.int32)) if isinstance(opts.cu_seqlens, tuple) else None
+        self.nothing = Tensor(np.zeros(1, np.float32))
+        self.forward = _custom("kcp_forward", self._forward_shapes, self._forward_dtypes)
+        self.backward = _custom("kcp_backward", self._backward_shapes, self._backward_dtypes)
+
+    def _forward_shapes(self, options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
+        batch, tokens, heads, key, value = _sizes(self.opts.layout, k, v)
+        num_sequences = batch if self.opts.cu_seqlens is None else cu[0] - 1
+        out = (tokens, heads, value) if len(v) == 3 else (batch, tokens, heads, value)
+        state = (value, key) if self.opts.state_v_first else (key, value)
+        cache = _cache_size(self.opts, num_sequences, batch, tokens, heads, key, value) if self.opts.disable_recompute else 1
+        return out, (num_sequences, heads, *state), (cache,)
+
+    def _forward_dtypes(self, options, q, k, v, *rest):
+        return v, ms.float32, ms.float32
+
+    def _backward_shapes(self, options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, d_out, d_final, cache):
+        return q, k, v, g, beta, a_log, dt_bias, initial_state
+
+    def _backward_dtypes(self, options, q, k, v, g, beta, *rest):
+        return q, k, v, g, beta, ms.float32, ms.float32, ms.float32
+
+
+def _custom(name, shapes, dtypes):
+    return ops.Custom(f"{LIBRARY}:{name}", out_shape=shapes, out_dtype=dtypes, func_type="aot")
+
+
+@lru_cache(256)
+def _cached_operators(opts):
+    return _Operators(opts)
+
+
+@constexpr(check=False)
+def _operators(opts):
+    o = _cached_operators(opts)
+    return o.forward, o.backward, o.forward_options, o.backward_options, o.backward_options_no_state, o.boundaries, o.nothing
+
+
+def op_forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
+    """Forward of ``chunk_kda``; absent optional inputs are placeholders (``opts.has_*``).
+
+    Returns:
+        ``(out, final_state, saved)``: out token-major in v's dtype, final_state float32, saved a tuple of caches for
+        :func:`op_backward` (empty when the backward is to recompute them).
+    """
+    forward, _, options, _, _, boundaries, _ = _operators(opts)
+    if boundaries is not None:
+        cu = boundaries
+    out, final_state, cache = forward(options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)
+    return out, final_state, (cache,) if opts.disable_recompute else ()
+
+
+def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final):
+    """Backward of ``chunk_kda``; ``d_out`` or ``d_final`` may be None (no gradient arrives).
+
+    Returns:
+        ``(dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0)`` in the layout, shape and dtype of the inputs; zeros for placeholders.
+    """
+    _, backward, _, options, options_no_state, boundaries, nothing = _operators(opts)
+    if boundaries is not None:
+        cu = boundaries
+    if d_out is None:
+        d_out = ops.zeros(_out_shape(opts.layout, v.shape), v.dtype)
+    if d_final is None:
+        options, d_final = options_no_state, nothing
+    cache = saved[0] if opts.disable_recompute else nothing
+    return backward(options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, d_out, d_final, cache)
+
+
+@constexpr
+def _out_shape(layout, v):
+    batch, tokens, heads, _, value = _sizes(layout, v, v)
+    return (tokens, heads, value) if len(v) == 3 else (batch, tokens, heads, value)
