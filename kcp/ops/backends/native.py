@@ -89,8 +89,8 @@ class _Operators:
         self.backward_options_no_state = pack_options(opts, self.present + cache)
         self.boundaries = Tensor(np.array(opts.cu_seqlens, np.int32)) if isinstance(opts.cu_seqlens, tuple) else None
         self.nothing = Tensor(np.zeros(1, np.float32))
-        self.forward = _custom("kcp_forward", self._forward_shapes, self._forward_dtypes)
-        self.backward = _custom("kcp_backward", self._backward_shapes, self._backward_dtypes)
+        self.forward = _custom("kcp_forward", self._forward_shapes, self._forward_dtypes, repr(opts))
+        self.backward = _custom("kcp_backward", self._backward_shapes, self._backward_dtypes, repr(opts))
 
     def _forward_shapes(self, options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
         batch, tokens, heads, key, value = _sizes(self.opts.layout, k, v)
@@ -110,8 +110,11 @@ class _Operators:
         return q, k, v, g, beta, ms.float32, ms.float32, ms.float32
 
 
-def _custom(name, shapes, dtypes):
-    return ops.Custom(f"{LIBRARY}:{name}", out_shape=shapes, out_dtype=dtypes, func_type="aot")
+def _custom(name, shapes, dtypes, key):
+    """``key`` tells apart operators whose outputs differ for inputs of the same shapes: MindSpore caches what it infers."""
+    op = ops.Custom(f"{LIBRARY}:{name}", out_shape=shapes, out_dtype=dtypes, func_type="aot")
+    op.add_prim_attr("kcp_options", key)
+    return op
 
 
 @lru_cache(256)
