@@ -15,6 +15,7 @@ from kcp.ops.options import (
     check_cu_seqlens,
     check_flag,
     check_inputs,
+    check_tensor,
     describe,
     is_host_boundaries,
     require_tensor,
@@ -35,10 +36,8 @@ class _ChunkKda(nn.Cell):
         return (out, final_state) + saved
 
     def bprop(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out, dout):
-        grads = self.backward(
-            self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out[2:], dout[0], dout[1]
-        )
-        return grads + (ops.zeros_like(cu),)
+        grads = self.backward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out[2:], dout[0], dout[1])
+        return grads + (cu - cu,)
 
 
 @lru_cache(256)
@@ -52,7 +51,7 @@ def resolve_scale(scale, key_width):
 
 
 @constexpr(check=False)
-def _cell(tensors, cu, num_sequences, scale, chunk_size, layout, flags, numbers, chunk_indices):
+def _cell(tensors, cu, boundaries, scale, chunk_size, layout, flags, numbers, chunk_indices):
     """Check a call and give its Cell. ``tensors``: ``(shape, dtype)`` or None of q, k, v, g, beta, a_log, dt_bias, initial_state."""
     q, k, v, g, beta, a_log, dt_bias, initial_state = tensors
     safe_gate, use_gate, disable_recompute, v_first, l2norm, beta_sigmoid, neg_eigval, exp2 = flags
@@ -74,26 +73,23 @@ def _cell(tensors, cu, num_sequences, scale, chunk_size, layout, flags, numbers,
         allow_neg_eigval=neg_eigval,
         use_exp2=exp2,
     )
-    sizes = check_inputs(
-        layout, q, k, v, g, beta, a_log, dt_bias, initial_state, v_first, len(cu) - 1 if isinstance(cu, (list, tuple)) else num_sequences
-    )
-    if isinstance(cu, (list, tuple)):
+    num_sequences = None if boundaries is None else check_boundary_info(boundaries)
+    if cu is not None:
+        num_sequences = len(cu) - 1
+    sizes = check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, initial_state, v_first, num_sequences)
+    if cu is not None:
         cu = check_cu_seqlens(cu, sizes["T"])
         check_chunk_indices(chunk_indices, cu, chunk_size)
-    elif num_sequences is not None:
+    elif boundaries is not None:
         cu = "tensor"
     object.__setattr__(opts, "cu_seqlens", cu)
     return _cached_cell(opts, backends.select("chunk_kda"))
 
 
-def check_boundary_tensor(cu_seqlens, num_tokens):
-    """Check an int32 boundary Tensor ``[N+1]``; its values only where they are known (PyNative)."""
-    if cu_seqlens.dtype != ms.int32:
-        raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; allowed: Int32, or host integers")
-    if cu_seqlens.ndim != 1:
-        raise ValueError(f"cu_seqlens has shape {cu_seqlens.shape}; allowed: one axis of N+1 boundaries")
-    if not in_graph():
-        check_cu_seqlens(cu_seqlens.asnumpy().tolist(), num_tokens)
+def check_boundary_info(info):
+    """Check ``(shape, dtype)`` of an int32 boundary Tensor ``[N+1]``; returns N."""
+    check_tensor("cu_seqlens", info, "N+1", {}, ("Int32",))
+    return info[0][0] - 1
 
 
 def _token_count(x, layout):
@@ -180,10 +176,8 @@ def chunk_kda(
     require_tensor("initial_state", initial_state, True)
     check_flag("output_final_state", output_final_state)
     host = None
-    num_sequences = None
     boundaries = None
     if isinstance(cu_seqlens, Tensor):
-        num_sequences = cu_seqlens.shape[0] - 1
         boundaries = cu_seqlens
     elif is_host_boundaries(cu_seqlens):
         host = tuple(cu_seqlens)
@@ -192,7 +186,7 @@ def chunk_kda(
     cell = _cell(
         (describe(q), describe(k), describe(v), describe(g), describe(beta), describe(a_log), describe(dt_bias), describe(initial_state)),
         host,
-        num_sequences,
+        describe(boundaries),
         scale,
         chunk_size,
         layout,
@@ -201,8 +195,8 @@ def chunk_kda(
         (lower_bound, epsilon),
         chunk_indices,
     )  # fmt: skip
-    if boundaries is not None:
-        check_boundary_tensor(boundaries, _token_count(q, layout))
+    if boundaries is not None and not in_graph():
+        check_cu_seqlens(boundaries.asnumpy().tolist(), _token_count(q, layout))
     none = ops.zeros((1,), ms.float32)
     results = cell(
         q, k, v, g, beta,

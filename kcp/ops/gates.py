@@ -1,9 +1,9 @@
 """Raw gate -> natural-log decay, and its adjoint (KDA paper, channel-wise forget gate; section 2 of the design).
 
-    x = g + dt_bias
-    lower-bound gate (safe_gate):  a = lower_bound * sigmoid(exp(a_log) * x)      exp(a_log) = 1 without a_log
-    softplus gate:                 a = -exp(a_log) * softplus(x)
-    no gate in the kernel:         a = g
+x = g + dt_bias
+lower-bound gate (safe_gate):  a = lower_bound * sigmoid(exp(a_log) * x)      exp(a_log) = 1 without a_log
+softplus gate:                 a = -exp(a_log) * softplus(x)
+no gate in the kernel:         a = g
 """
 
 from mindspore import Tensor, ops

@@ -62,8 +62,8 @@ def softplus(x: Tensor) -> Tensor:
     t = ops.exp(-ops.abs(wide))
     u = 1.0 + t
     rounded_away = u == 1.0
-    log1p = ops.select(rounded_away, t, ops.log(u) * t / ops.select(rounded_away, ops.ones_like(u), u - 1.0))
-    return ops.cast(ops.maximum(wide, ops.zeros_like(wide)) + log1p, ms.float32)
+    log1p = ops.select(rounded_away, t, ops.log(u) * t / ops.select(rounded_away, u, u - 1.0))
+    return ops.cast(0.5 * (wide + ops.abs(wide)) + log1p, ms.float32)
 
 
 def total(x: Tensor, axis: tuple[int, ...]) -> Tensor:

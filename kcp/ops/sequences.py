@@ -135,32 +135,35 @@ class TensorPlan:
         self.chunk_size = chunk_size
         # sum of ceil(l / C) <= (T + N (C - 1)) / C, and never more chunks than tokens
         self.num_chunks = max(1, min((num_tokens + num_sequences * (chunk_size - 1)) // chunk_size, num_tokens))
+        self.chunk_range = Tensor(np.arange(self.num_chunks), ms.int32)
+        self.token_range = Tensor(np.arange(num_tokens), ms.int32)
+        self.row_range = Tensor(np.arange(chunk_size)[None], ms.int32)
 
     def index(self, cu_seqlens):
         """``(token or padding [N*C], clamped token [N*C], slot [T], sequence, is_first, is_last [N], empty, first, last [S])``."""
         chunk_size, num_sequences = self.chunk_size, self.num_sequences
         begin, end = cu_seqlens[:-1], cu_seqlens[1:]
         chunks = (end - begin + (chunk_size - 1)) // chunk_size
-        after = ops.cast(ops.cumsum(ops.cast(chunks, ms.float32), 0), ms.int32)  # counts below 2^24: exact
+        after = ops.cast(ops.CumSum()(ops.cast(chunks, ms.float32), 0), ms.int32)  # counts below 2^24: exact
         before = after - chunks
-        c = ops.arange(0, self.num_chunks, 1, dtype=ms.int32)
+        c = self.chunk_range
         sequence = ops.cast(after <= ops.expand_dims(c, 1), ms.int32).sum(1)
         inside = sequence < num_sequences
-        sequence = ops.minimum(sequence, ops.ones_like(sequence) * (num_sequences - 1))
+        sequence = ops.minimum(sequence, num_sequences - 1)
         offset = c - ops.gather(before, sequence, 0)
         token = ops.expand_dims(ops.gather(begin, sequence, 0) + offset * chunk_size, 1)
-        token = token + ops.expand_dims(ops.arange(0, chunk_size, 1, dtype=ms.int32), 0)
-        limit = ops.select(inside, ops.gather(end, sequence, 0), ops.zeros_like(sequence))
+        token = token + self.row_range
+        limit = ops.select(inside, ops.gather(end, sequence, 0), sequence - sequence)
         limit = ops.broadcast_to(ops.expand_dims(limit, 1), token.shape)
-        token_or_padding = ops.select(token < limit, token, ops.ones_like(token) * self.num_tokens)
-        clamped = ops.maximum(ops.minimum(token, limit - 1), ops.zeros_like(token))
-        t = ops.arange(0, self.num_tokens, 1, dtype=ms.int32)
+        token_or_padding = ops.select(token < limit, token, token - token + self.num_tokens)
+        clamped = ops.maximum(ops.minimum(token, limit - 1), token - token)
+        t = self.token_range
         owner = ops.cast(end <= ops.expand_dims(t, 1), ms.int32).sum(1)
         slot = ops.gather(before, owner, 0) * chunk_size + t - ops.gather(begin, owner, 0)
         is_first = ops.logical_and(inside, offset == 0)
         is_last = ops.logical_and(inside, c == ops.gather(after, sequence, 0) - 1)
-        first = ops.minimum(before, ops.ones_like(before) * (self.num_chunks - 1))
-        last = ops.maximum(after - 1, ops.zeros_like(after))
+        first = ops.minimum(before, self.num_chunks - 1)
+        last = ops.maximum(after - 1, after - after)
         empty = (end == begin).reshape(-1, 1, 1, 1)
         return token_or_padding.reshape(-1), clamped.reshape(-1), slot, sequence, is_first, is_last, empty, first, last
 

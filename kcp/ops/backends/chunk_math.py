@@ -21,7 +21,12 @@ def _constant(kind: str, size: int) -> Tensor:
     ones = np.ones((size, size), np.float32)
     if kind == "exponents":
         return Tensor(_exponent_sums(size))
-    table = {"lower": np.tril(ones), "strict": np.tril(ones, -1), "upper": np.triu(ones, 1), "eye": np.eye(size, dtype=np.float32)}
+    table = {
+        "lower": np.tril(ones),
+        "strict": np.tril(ones, -1),
+        "upper": np.triu(ones, 1),
+        "eye": np.eye(size, dtype=np.float32),
+    }
     return Tensor(table[kind])
 
 
@@ -59,7 +64,13 @@ def decays(a: Tensor):
     for start in range(SUB_BLOCK, c, SUB_BLOCK):
         to_blocks.append(powers[..., row : row + start, :])
         row += start
-    return sums[..., :c, :], powers[..., :c, :], powers[..., c : 2 * c, :], powers[..., 2 * c : 3 * c, :], tuple(to_blocks)
+    return (
+        sums[..., :c, :],
+        powers[..., :c, :],
+        powers[..., c : 2 * c, :],
+        powers[..., 2 * c : 3 * c, :],
+        tuple(to_blocks),
+    )
 
 
 def _to_blocks(x: Tensor) -> Tensor:
@@ -104,7 +115,7 @@ def pair_scores(q: Tensor, k: Tensor, a: Tensor, in_block: Tensor, to_blocks: tu
 
 def _diagonal_scores(q: Tensor, k: Tensor, e: Tensor):
     """Scores inside each sub-block ``[B, H, N, J, S, K] -> 2 x [B, H, N, J, S, S]``; exact zeros under any decay."""
-    past = ops.zeros_like(k)  # row j: k_j 2^(G_i - G_j) for the current i, zero for j > i
+    past = ops.zeros(k.shape, ms.float32)  # row j: k_j 2^(G_i - G_j) for the current i, zero for j > i
     eye = _constant("eye", SUB_BLOCK)
     rows = []
     for i in range(SUB_BLOCK):
@@ -131,7 +142,7 @@ def pair_grads(d_q: Tensor, d_k: Tensor, q: Tensor, k: Tensor, a: Tensor, in_blo
     diag = [_diagonal_of(m, num_blocks) for m in (d_q, d_k, d_kb)]
     x, y, w = _diagonal_grads(diag[0], diag[1], diag[2], qb, kb, e)
     xs, ys, ws = [x[:, :, :, 0]], [y[:, :, :, 0]], []
-    column = ops.zeros_like(q)
+    column = ops.zeros(q.shape, ms.float32)
     decayed = _to_blocks(in_block)
     for i in range(1, num_blocks):
         start, stop = i * SUB_BLOCK, (i + 1) * SUB_BLOCK
@@ -162,7 +173,7 @@ def _diagonal_of(m: Tensor, num_blocks: int) -> Tensor:
 def _diagonal_grads(d_q, d_k, d_kb, q, k, e):
     """Pairs j < i inside a sub-block, by running products forward (rows) and backward (columns); ``[B, H, N, J, S, *]``."""
     eye = _constant("eye", SUB_BLOCK)
-    past = ops.zeros_like(k)
+    past = ops.zeros(k.shape, ms.float32)
     x_rows, y_rows = [], []
     for i in range(SUB_BLOCK):
         past = past * e[..., i : i + 1, :]
@@ -170,7 +181,7 @@ def _diagonal_grads(d_q, d_k, d_kb, q, k, e):
         x_rows.append(both[..., :1, :])
         y_rows.append(both[..., 1:, :])
         past = past + eye[:, i : i + 1] * k[..., i : i + 1, :]
-    future = ops.zeros_like(k)  # row j: sum over i' > i of 2^(G_i' - G_i) (...) for the current i
+    future = ops.zeros(k.shape, ms.float32)  # row j: sum over i' > i of 2^(G_i' - G_i) (...) for the current i
     w_rows = []
     for i in range(SUB_BLOCK - 1, -1, -1):
         w_rows.append(future[..., i : i + 1, :])
@@ -188,7 +199,7 @@ def inverse_unit_lower(l_strict: Tensor) -> Tensor:
     num_blocks = chunk_size // SUB_BLOCK
     blocks = _diagonal_of(l_strict, num_blocks)
     eye = _constant("eye", SUB_BLOCK)
-    inverse = ops.zeros_like(blocks)
+    inverse = ops.zeros(blocks.shape, ms.float32)
     for i in range(SUB_BLOCK):
         row = eye[i : i + 1] - matmul(blocks[..., i : i + 1, :], inverse)
         inverse = inverse + eye[:, i : i + 1] * row
@@ -200,7 +211,7 @@ def inverse_unit_lower(l_strict: Tensor) -> Tensor:
             at = p * size
             lower = l_strict[..., at + size : at + 2 * size, at : at + size]
             corner = -matmul(parts[p + 1], matmul(lower, parts[p]))
-            top = ops.concat((parts[p], ops.zeros_like(corner)), -1)
+            top = ops.concat((parts[p], ops.zeros(corner.shape, ms.float32)), -1)
             merged.append(ops.concat((top, ops.concat((corner, parts[p + 1]), -1)), -2))
         parts = merged
         size = 2 * size

@@ -11,7 +11,8 @@ from kcp.ops import numerics
 from kcp.ops.backends.chunk_math import batch_constant, decays, inverse_unit_lower, pair_grads, pair_scores
 from kcp.ops.gates import l2_normalise, l2_normalise_grad, log_decay, log_decay_grad
 from kcp.ops.layouts import expand_heads, reduce_heads
-from kcp.ops.numerics import matmul
+from kcp.ops.numerics import LN2, matmul
+
 
 def _column(x: Tensor) -> Tensor:
     return ops.expand_dims(x, -1)
@@ -42,12 +43,14 @@ def prepare(opts, plan, index, q, k, v, g, beta, a_log, dt_bias):
     akk = inverse_unit_lower(scores_k * b)
     w = matmul(akk, kn * from_start * b)
     u = matmul(akk, v * b)
+    gk = gk if opts.use_exp2 else gk * LN2
     return (gk, aqk, akk, w, u, qn * from_start, kn * to_end), (q, k, q_rstd, k_rstd, beta)
 
 
-def last_decay(gk: Tensor) -> Tensor:
-    """2^G_last of every chunk ``[B, H, N, K, 1]`` from the cumulative log2 decay ``[B, H, N, C, K]``."""
-    return _column(numerics.exp2(gk[..., -1, :]))
+def last_decay(opts, gk: Tensor) -> Tensor:
+    """2^G_last of every chunk ``[B, H, N, K, 1]`` from gk ``[B, H, N, C, K]`` (natural log without ``opts.use_exp2``)."""
+    last = gk[..., -1, :]
+    return _column(numerics.exp2(last if opts.use_exp2 else last / LN2))
 
 
 def forward_scan(plan, index, k, w, u, decay, boundary):
@@ -179,10 +182,8 @@ def forward(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, h0):
 
     ``saved`` feeds :func:`backward`; it holds nothing that the inputs do not give back.
     """
-    (gk, aqk, akk, w, u, qg, kg), (q_hat, k_hat, q_rstd, k_rstd, _) = prepare(
-        opts, plan, index, q, k, v, g, beta, a_log, dt_bias
-    )
-    decay = last_decay(gk)
+    (gk, aqk, akk, w, u, qg, kg), (q_hat, k_hat, q_rstd, k_rstd, _) = prepare(opts, plan, index, q, k, v, g, beta, a_log, dt_bias)
+    decay = last_decay(opts, gk)
     h, v_new, final_state = forward_scan(plan, index, kg, w, u, decay, h0)
     qg_scaled = qg * opts.scale
     out = plan.merge(output(qg_scaled, aqk, v_new, h), index)
@@ -201,7 +202,5 @@ def backward(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, saved, d_o, d_
     d_o = plan.split(d_o, index)
     d_aqk, dv_local, dq_raw = backward_local(opts, aqk, v_new, d_o, h)
     dh, dh0, dv_new = backward_scan(plan, index, qg_scaled, kg, w, d_o, dv_local, decay, d_final)
-    grads = backward_inputs(
-        opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_new, d_aqk, dq_raw, rstds
-    )
+    grads = backward_inputs(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_new, d_aqk, dq_raw, rstds)
     return grads, dh0

@@ -11,7 +11,7 @@ from mindspore.ops import constexpr
 
 from kcp.ops.backends import chunk_stages as chunks
 from kcp.ops.layouts import from_head_major, to_head_major, token_major, transpose_state
-from kcp.ops.numerics import LN2, in_graph, matmul
+from kcp.ops.numerics import in_graph, matmul
 from kcp.ops.sequences import DensePlan, HostPlan, TensorPlan
 
 
@@ -53,11 +53,12 @@ def _num_sequences(opts, batch, cu):
     return cu.shape[0] - 1 if opts.cu_seqlens == "tensor" else len(opts.cu_seqlens) - 1
 
 
-def _head_major(opts, *tensors):
-    out = ()
-    for x in tensors:
-        out = out + (to_head_major(_float32(x), opts.layout),)
-    return out
+def _head_major(opts, x):
+    return to_head_major(_float32(x), opts.layout)
+
+
+def _like_input(opts, grad, x):
+    return ops.cast(from_head_major(grad, opts.layout), x.dtype)
 
 
 def _gate_parameters(opts, a_log, dt_bias):
@@ -77,7 +78,8 @@ def op_forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
 
 
 def _forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
-    q, k, v, g, beta = _head_major(opts, q, k, v, g, beta)
+    q, k, v = _head_major(opts, q), _head_major(opts, k), _head_major(opts, v)
+    g, beta = _head_major(opts, g), _head_major(opts, beta)
     a_log, dt_bias = _gate_parameters(opts, a_log, dt_bias)
     plan = _plan(opts.cu_seqlens, cu, q.shape[2], opts.chunk_size)
     index = plan.index(cu)
@@ -95,10 +97,10 @@ def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved
     Returns:
         ``(dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0)`` in the layout, shape and dtype of the inputs; zeros for placeholders.
     """
-    inputs = (q, k, v, g, beta, a_log, dt_bias, initial_state)
     if not opts.disable_recompute:
         saved = _forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)[2]
-    hq, hk, hv, hg, hb = _head_major(opts, q, k, v, g, beta)
+    hq, hk, hv = _head_major(opts, q), _head_major(opts, k), _head_major(opts, v)
+    hg, hb = _head_major(opts, g), _head_major(opts, beta)
     used_a_log, used_dt_bias = _gate_parameters(opts, a_log, dt_bias)
     plan = _plan(opts.cu_seqlens, cu, hq.shape[2], opts.chunk_size)
     index = plan.index(cu)
@@ -108,15 +110,131 @@ def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved
         d_o = to_head_major(_float32(d_out), token_major(opts.layout))
     states = (_num_sequences(opts, hq.shape[0], cu), hv.shape[1], hq.shape[3], hv.shape[3])
     d_state = ops.zeros(states, ms.float32) if d_final is None else transpose_state(d_final, opts.state_v_first)
-    grads, dh0 = chunks.backward(
-        opts, plan, index, hq, hk, hv, hg, hb, used_a_log, used_dt_bias, saved, d_o, d_state
-    )
+    grads, dh0 = chunks.backward(opts, plan, index, hq, hk, hv, hg, hb, used_a_log, used_dt_bias, saved, d_o, d_state)
     dq, dk, dv, dbeta, dg, da_log, ddt_bias = grads
-    token_grads = (dq, dk, dv, dg, dbeta)
-    out = ()
-    for i in range(5):
-        out = out + (ops.cast(from_head_major(token_grads[i], opts.layout), inputs[i].dtype),)
-    out = out + (da_log if opts.has_a_log else ops.zeros_like(a_log),)
-    out = out + (ddt_bias.reshape(dt_bias.shape) if opts.has_dt_bias else ops.zeros_like(dt_bias),)
-    dh0 = transpose_state(dh0, opts.state_v_first) if opts.has_initial_state else ops.zeros_like(initial_state)
-    return out + (dh0,)
+    da_log = da_log if opts.has_a_log else a_log - a_log
+    ddt_bias = ddt_bias.reshape(dt_bias.shape) if opts.has_dt_bias else dt_bias - dt_bias
+    dh0 = transpose_state(dh0, opts.state_v_first) if opts.has_initial_state else initial_state - initial_state
+    dq, dk, dv = _like_input(opts, dq, q), _like_input(opts, dk, k), _like_input(opts, dv, v)
+    return dq, dk, dv, _like_input(opts, dg, g), _like_input(opts, dbeta, beta), da_log, ddt_bias, dh0
+
+
+# ---- the nine stages: token-indexed head-major caches in and out (kcp/ops/stages.py documents every argument)
+
+
+def _stage_plan(opts, cu, num_tokens):
+    plan = _plan(opts.cu_seqlens, cu, num_tokens, opts.chunk_size)
+    return plan, plan.index(cu)
+
+
+def _chunk_states(opts, h):
+    """``[B, Nc, Hv, K, V]`` (or V-first) -> ``[B, Hv, Nc, K, V]``."""
+    return ops.swapaxes(transpose_state(h, opts.state_v_first), 1, 2)
+
+
+def fwd_prepare(opts, q, k, v, g, beta, a_log, dt_bias, cu):
+    """The thirteen caches of ``chunk_kda_fwd_prepare``; without the in-kernel norm q_rstd and k_rstd are placeholders."""
+    q, k, v = _head_major(opts, q), _head_major(opts, k), _head_major(opts, v)
+    g, beta = _head_major(opts, g), _head_major(opts, beta)
+    a_log, dt_bias = _gate_parameters(opts, a_log, dt_bias)
+    plan, index = _stage_plan(opts, cu, q.shape[2])
+    (gk, aqk, akk, w, u, qg, kg), (q_hat, k_hat, q_rstd, k_rstd, beta) = chunks.prepare(opts, plan, index, q, k, v, g, beta, a_log, dt_bias)
+    gk = plan.merge(gk, index)
+    aqk, akk, w, u = plan.merge(aqk, index), plan.merge(akk, index), plan.merge(w, index), plan.merge(u, index)
+    qg, kg = plan.merge(qg, index), plan.merge(kg, index)
+    if not opts.use_qk_l2norm_in_kernel:  # a Cell must not hand its own inputs back, nor None (PyNative)
+        q_hat, k_hat, q_rstd, k_rstd = q_hat * 1.0, k_hat * 1.0, ops.zeros((1,), ms.float32), ops.zeros((1,), ms.float32)
+    if not opts.use_beta_sigmoid_in_kernel:
+        beta = beta * 1.0
+    return gk, aqk, akk, w, u, qg, kg, qg * opts.scale, q_hat, k_hat, q_rstd, k_rstd, beta
+
+
+def pre_process_fwd(opts, k, w, u, gk, cu):
+    """``[N, Hv, K, V + K]``, the affine summaries ``[E | M]`` of the local sequences."""
+    plan, index = _stage_plan(opts, cu, k.shape[2])
+    decay = chunks.last_decay(opts, plan.split(gk, index, True))
+    k, w, u = plan.split(k, index), plan.split(w, index), plan.split(u, index)
+    return chunks.forward_summary(plan, index, _num_sequences(opts, k.shape[0], cu), k, w, u, decay)
+
+
+def fwd_h(opts, k, w, u, gk, initial_state, cu):
+    """``(h, v_new, final_state)`` of ``chunk_kda_fwd_h``."""
+    plan, index = _stage_plan(opts, cu, k.shape[2])
+    decay = chunks.last_decay(opts, plan.split(gk, index, True))
+    k, w, u = plan.split(k, index), plan.split(w, index), plan.split(u, index)
+    if opts.has_initial_state:
+        h0 = transpose_state(initial_state, opts.state_v_first)
+    else:
+        shape = (_num_sequences(opts, k.shape[0], cu), k.shape[1], k.shape[-1], u.shape[-1])
+        h0 = ops.zeros(shape, ms.float32)
+    h, v_new, final_state = chunks.forward_scan(plan, index, k, w, u, decay, h0)
+    h = transpose_state(ops.swapaxes(h, 1, 2), opts.state_v_first)
+    return h, plan.merge(v_new, index), transpose_state(final_state, opts.state_v_first)
+
+
+def fwd_finalize(opts, qg_scaled, aqk, v_new, h, cu):
+    """Attention output in ``opts.layout``, float32."""
+    plan, index = _stage_plan(opts, cu, aqk.shape[2])
+    qg_scaled, aqk, v_new = plan.split(qg_scaled, index), plan.split(aqk, index), plan.split(v_new, index)
+    out = chunks.output(qg_scaled, aqk, v_new, _chunk_states(opts, h))
+    return from_head_major(plan.merge(out, index), opts.layout)
+
+
+def bwd_prepare(opts, aqk, v_new, d_o, h, cu):
+    """``(dAqk, dv_local, dq_raw)`` of ``chunk_kda_bwd_prepare``."""
+    plan, index = _stage_plan(opts, cu, aqk.shape[2])
+    d_o = plan.split(_head_major(opts, d_o), index)
+    d_aqk, dv, dq = chunks.backward_local(opts, plan.split(aqk, index), plan.split(v_new, index), d_o, _chunk_states(opts, h))
+    return plan.merge(d_aqk, index), plan.merge(dv, index), plan.merge(dq, index)
+
+
+def _backward_scan_inputs(opts, plan, index, q, k, w, d_o, dv, gk):
+    decay = chunks.last_decay(opts, plan.split(gk, index, True))
+    q, k, w = plan.split(q * opts.scale, index), plan.split(k, index), plan.split(w, index)
+    return q, k, w, plan.split(_float32(d_o), index), plan.split(dv, index), decay
+
+
+def pre_process_bwd(opts, q, k, w, d_o, dv, gk, cu):
+    """``[N, Hv, K, V + K]``, the backward affine summaries ``[dE | dM]`` of the local sequences."""
+    plan, index = _stage_plan(opts, cu, k.shape[2])
+    q, k, w, d_o, dv, decay = _backward_scan_inputs(opts, plan, index, q, k, w, d_o, dv, gk)
+    return chunks.backward_summary(plan, index, _num_sequences(opts, k.shape[0], cu), q, k, w, d_o, dv, decay)
+
+
+def bwd_dhu(opts, q, k, w, d_o, dv, gk, dht, cu):
+    """``(dh, dh0, dv_scan)`` of ``chunk_kda_bwd_dhu``; ``opts.has_initial_state`` says whether dht is given."""
+    plan, index = _stage_plan(opts, cu, k.shape[2])
+    q, k, w, d_o, dv, decay = _backward_scan_inputs(opts, plan, index, q, k, w, d_o, dv, gk)
+    if opts.has_initial_state:
+        boundary = transpose_state(dht, opts.state_v_first)
+    else:
+        shape = (_num_sequences(opts, k.shape[0], cu), k.shape[1], k.shape[-1], dv.shape[-1])
+        boundary = ops.zeros(shape, ms.float32)
+    dh, dh0, dv = chunks.backward_scan(plan, index, q, k, w, d_o, dv, decay, boundary)
+    return ops.swapaxes(dh, 1, 2), transpose_state(dh0, opts.state_v_first), plan.merge(dv, index)
+
+
+def bwd_finalize(opts, q, k, v, raw_g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_scan, d_aqk, dq_raw, q_rstd, k_rstd, cu):
+    """``(dq, dk, dv, dbeta, dg, dA_log, ddt_bias)`` of ``chunk_kda_bwd_finalize``, token gradients in ``opts.layout``, float32."""
+    used_a_log, used_dt_bias = _gate_parameters(opts, a_log, dt_bias)
+    plan, index = _stage_plan(opts, cu, k.shape[2])
+    rstds = (q_rstd, k_rstd) if opts.use_qk_l2norm_in_kernel else (None, None)
+    dq, dk, dv, dbeta, dg, da_log, ddt_bias = chunks.backward_inputs(
+        opts, plan, index, _float32(q), _float32(k), _float32(v), _float32(raw_g), _float32(beta), used_a_log, used_dt_bias,
+        plan.split(akk, index), plan.split(v_new, index), _chunk_states(opts, h), ops.swapaxes(dh, 1, 2),
+        plan.split(dv_scan, index), plan.split(d_aqk, index), plan.split(dq_raw, index), rstds,
+    )  # fmt: skip
+    layout = opts.layout
+    dq, dk, dv = from_head_major(dq, layout), from_head_major(dk, layout), from_head_major(dv, layout)
+    da_log = da_log if opts.has_a_log else a_log - a_log
+    ddt_bias = ddt_bias.reshape(dt_bias.shape) if opts.has_dt_bias else dt_bias - dt_bias
+    return dq, dk, dv, from_head_major(dbeta, layout), from_head_major(dg, layout), da_log, ddt_bias
+
+
+def merge_fwd_bwd(opts, summaries, ranks):
+    """Boundary state from the summaries of ``ranks`` (in the order they are applied): ``out <- M out + E`` from zero."""
+    width = summaries.shape[-1] - summaries.shape[-2]
+    state = ops.zeros(summaries.shape[1:-1] + (width,), ms.float32)
+    for r in ranks:
+        state = matmul(summaries[r][..., width:], state) + summaries[r][..., :width]
+    return transpose_state(state, opts.state_v_first)
