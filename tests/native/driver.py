@@ -10,6 +10,7 @@ import numpy as np
 
 LANE = 32
 CHUNK = 64
+CACHE_HEADER = 32
 GATES = {"none": 0, "lower_bound": 1, "softplus": 2}
 PRESENT = dict(a_log=1, dt_bias=2, initial_state=4, cu_seqlens=8, final_state=16, cache=32, d_final_state=64, want_m=128)
 
@@ -100,7 +101,7 @@ class Problem:
         chunks = int(np.sum(-(-lengths // CHUNK)))
         slot = padded(key) * padded(value) + CHUNK * padded(value) + 2 * CHUNK * CHUNK
         self.with_cache = cache
-        self.cache = np.full(max(chunks * self.range * slot, 1) if cache else 1, np.nan, np.float32)
+        self.cache = np.full(chunks * self.range * slot + CACHE_HEADER if cache else 1, np.nan, np.float32)
 
     def _in(self, name):
         x = self.store(self.x[name])

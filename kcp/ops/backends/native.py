@@ -16,6 +16,7 @@ from mindspore.ops import constexpr
 LIBRARY = Path(__file__).resolve().parent / "native" / "libkcp_native.so"
 CHUNK = 64
 LANE = 32
+CACHE_HEADER = 32
 SERVED = ("chunk_kda",)
 
 # bits of the options tensor's "present" word, in the order of native/call.h
@@ -69,7 +70,7 @@ def _cache_size(opts, num_sequences, batch, tokens, heads, key, value):
         chunks = min((tokens + num_sequences * (CHUNK - 1)) // CHUNK, tokens)
     else:
         chunks = batch * -(-tokens // CHUNK)
-    return chunks * heads * (_padded(key) * _padded(value) + CHUNK * _padded(value) + 2 * CHUNK * CHUNK)
+    return chunks * heads * (_padded(key) * _padded(value) + CHUNK * _padded(value) + 2 * CHUNK * CHUNK) + CACHE_HEADER
 
 
 class _Operators:

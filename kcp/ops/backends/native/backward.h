@@ -15,8 +15,9 @@ struct alignas(64) BackwardScratch {
   Mat dq, row, col, z;            // Q; R / beta; S; Z
   Mat past;                       // what token i's decay multiplies: 2^G_last sum_V h dh + sum over earlier tokens of k dkg 2^(G_last-G)
   Mat d_out, dv_new, y, minus_beta_y, v, dg;
-  float v_new_T[kMaxWidth][kLdT], h_T[kMaxWidth][kLd], dh_T[kMaxWidth][kLd], dh[kMaxWidth][kLd];
-  float d_aqk[kMaxChunk][kMaxChunk], d_lower[kMaxChunk][kMaxChunk], d_lower_beta[kMaxChunk][kMaxChunk];
+  Rows<kMaxWidth, kLdT> v_new_T;
+  Rows<kMaxWidth> h_T, dh_T, dh;
+  Rows<kMaxChunk, kMaxChunk> d_aqk, d_lower, d_lower_beta;
   float sums[3][kMaxChunk][kLanes];
   float d_parameters[1 + kMaxWidth];
 };
@@ -52,13 +53,13 @@ KCP_NOINLINE void grad_state(BackwardScratch& w, int first, int cols) {
 
 // done(i, j, vector) for the 16x16 blocks on and below the diagonal of x v_new^T
 template <class Done>
-KCP_INLINE void lower_outer(Chunk& c, const float* x, const float (*v_new_T)[kLdT], int depth, Done done) {
+KCP_INLINE void lower_outer(Chunk& c, const float* x, const float* v_new_T, int depth, Done done) {
   for (int r = 0; r < c.rows; r += kBlock) {
     const int wide = (r + kBlock) & ~(kHalf - 1);
     const float* a = x + r * kLd;
-    if (wide) multiply<false>(c.prefetch, kBlock, wide, {a, kLd, v_new_T[0], kLdT, depth}, [=](int i, int j, Vec s) { done(r + i, j, s); });
+    if (wide) multiply<false>(c.prefetch, kBlock, wide, {a, kLd, v_new_T, kLdT, depth}, [=](int i, int j, Vec s) { done(r + i, j, s); });
     if (wide < r + kBlock)
-      multiply16<false>(c.prefetch, kBlock, {a, kLd, v_new_T[0] + wide, kLdT, depth}, [=](int i, int j, Vec s) { done(r + i, wide + j, s); });
+      multiply16<false>(c.prefetch, kBlock, {a, kLd, v_new_T + wide, kLdT, depth}, [=](int i, int j, Vec s) { done(r + i, wide + j, s); });
   }
 }
 // dAqk (unless the caller has it) and dL, beta dL; meaningful on and below the diagonal
@@ -68,8 +69,8 @@ KCP_NOINLINE void grad_scores(BackwardScratch& w, const Problem& p, const float*
   const float scale = p.scale, *beta = c.beta;
   float *a = w.d_aqk[0], *l = w.d_lower[0], *lb = w.d_lower_beta[0];
   transpose(v_new, ld, w.v_new_T[0], kLdT, c.rows, depth);
-  if (want_d_aqk) lower_outer(c, w.d_out[0], w.v_new_T, depth, [=](int i, int j, Vec x) { store(a + i * kMaxChunk + j, x * scale); });
-  lower_outer(c, w.y[0], w.v_new_T, depth, [=](int i, int j, Vec x) {
+  if (want_d_aqk) lower_outer(c, w.d_out[0], w.v_new_T[0], depth, [=](int i, int j, Vec x) { store(a + i * kMaxChunk + j, x * scale); });
+  lower_outer(c, w.y[0], w.v_new_T[0], depth, [=](int i, int j, Vec x) {
     store(l + i * kMaxChunk + j, -x);
     store(lb + i * kMaxChunk + j, x * -beta[i]);
   });

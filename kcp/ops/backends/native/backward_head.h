@@ -60,12 +60,12 @@ KCP_NOINLINE void finish_chunk(const Problem& p, const Sequence& s, long head, l
   }
   // y = x rstd:  dx = rstd (dy - (dy . y) y)
   const float norm = p.l2norm ? 1.f : 0.f;
-  store_rows(row_at(p.dq, s.batch, t, head), p.dq.dtype, p.dq.token, n, K,
+  store_rows(p.dq, row_at(p.dq, s.batch, t, head), n, K, p.streamed,
              [&](int i, int d) { return (load(&w.dq[i][d]) - load(&c.q[i][d]) * (q_dq[i] * norm)) * c.q_rstd[i]; });
-  store_rows(row_at(p.dk, s.batch, t, head), p.dk.dtype, p.dk.token, n, K,
+  store_rows(p.dk, row_at(p.dk, s.batch, t, head), n, K, p.streamed,
              [&](int i, int d) { return (load(&w.col[i][d]) - load(&c.k[i][d]) * (k_dk[i] * norm)) * c.k_rstd[i]; });
-  store_rows(row_at(p.dv, s.batch, t, head), p.dv.dtype, p.dv.token, n, V, [&](int i, int d) { return load(&w.y[i][d]) * c.beta[i]; });
-  scatter(w.dg[0], p.dg, row_at(p.dg, s.batch, t, head), n, K);
+  store_rows(p.dv, row_at(p.dv, s.batch, t, head), n, V, p.streamed, [&](int i, int d) { return load(&w.y[i][d]) * c.beta[i]; });
+  scatter(w.dg[0], p.dg, row_at(p.dg, s.batch, t, head), n, K, p.streamed);
   float* parameters = p.d_parameters + slot * (1 + K);
   w.d_parameters[0] = lane_sum(d_a_log);
   memcpy(parameters, w.d_parameters, (1 + K) * sizeof(float));
@@ -76,26 +76,26 @@ KCP_INLINE void gather_d_out(const Problem& p, const Sequence& s, long head, lon
   gather(x, row_at(x, s.batch, t, head), w.chunk.tokens, w.chunk.rows, width, padded, w.d_out[0] + first);
 }
 
-// Chunk i of one head; w.dh is the gradient of the state at its end, and of the state at its start afterwards if `advance`.
-KCP_NOINLINE void backward_chunk(const Problem& p, long n, long head, long i, const SavedChunk& saved, bool advance, BackwardScratch& w) {
+// Chunk i of one head; `before`: what is saved of chunk i - 1, prefetched. w.dh is the gradient of the state at its end, and of the state at its start afterwards if `advance`.
+KCP_NOINLINE void backward_chunk(const Problem& p, long n, long head, long i, const SavedChunk& saved, const float* before, bool advance, BackwardScratch& w) {
   const Sequence& s = p.sequences[n];
-  const long t = s.begin + i * kMaxChunk, Vp = p.value_padded, K = p.key_width, V = p.value_width;
+  const long t = s.begin + i * kMaxChunk, Vp = p.value_padded, V = p.value_width;
   Chunk& c = w.chunk;
   prepare_chunk<true>(p, s, head, t, chunk_tokens(s, i), c);
   gather_d_out(p, s, head, t, 0, (int)V, (int)Vp, w);
   Prefetch& f = c.prefetch;
   f.clear();
   prefetch_chunk(f, p.v, s, i, head, V);
-  prefetch_chunk(f, p.dq, s, i, head, K);
-  prefetch_chunk(f, p.dk, s, i, head, K);
-  prefetch_chunk(f, p.dv, s, i, head, V);
-  prefetch_chunk(f, p.dg, s, i, head, K);
+  if (i > 0) {
+    prefetch_gates(f, p, s, i - 1, head);
+    prefetch_chunk(f, p.d_out, s, i - 1, head, V);
+    f.add(before, 0, 1, saved_size(p) * sizeof(float));
+  }
   grad_v_new(w, saved.aqk, 0, (int)Vp);
   grad_solve(w, saved.akk, 0, (int)Vp);
   grad_scores(w, p, saved.v_new, Vp, true);
   grad_through_states(w, p, saved.h, Vp, saved.v_new, Vp, w.dh[0], nullptr);
   if (advance) grad_state(w, 0, (int)Vp);
-  if (i > 0) prefetch_gates(f, p, s, i - 1, head), prefetch_chunk(f, p.d_out, s, i - 1, head, V);
   grad_inside_chunk(w);
   gather(p.v, row_at(p.v, s.batch, t, head), c.tokens, c.rows, (int)V, (int)Vp, w.v[0]);
   finish_chunk(p, s, head, t, (s.chunk + i) * p.num_heads + head, w);
@@ -105,7 +105,8 @@ KCP_NOINLINE void backward_head(const Problem& p, long n, long head, float* save
   const long chunks = num_chunks(p.sequences[n]);
   begin_head(p, head, w.chunk);
   load_state(state_of(p.d_final_state, p, n, head), p, w.dh[0]);
-  for (long i = chunks - 1; i >= 0; i--) backward_chunk(p, n, head, i, saved_chunk(p, saved, i * slot_step), true, w);
+  for (long i = chunks - 1; i >= 0; i--)
+    backward_chunk(p, n, head, i, saved_chunk(p, saved, i * slot_step), saved_chunk(p, saved, (i - (i > 0)) * slot_step).h, true, w);
   if (p.d_initial_state) store_state(w.dh[0], p, 0, p.value_width, (float*)state_of(p.d_initial_state, p, n, head));
 }
 

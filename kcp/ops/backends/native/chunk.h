@@ -16,8 +16,18 @@
 
 namespace KCP_ISA {
 
-typedef float Mat[kMaxChunk][kLd];
 enum { kHalf = 32, kLdT = 80, kPairs = 144 };
+
+// Scratch matrix. Its size is an odd number of cache lines, so that the same row of two matrices never lies a multiple of
+// 4096 bytes apart: such accesses would share a cache set, and a load would wait for an unrelated store.
+template <int kRowCount, int kLength = kLd>
+struct alignas(64) Rows {
+  float rows[kRowCount][kLength];
+  float skew[5 * 16];
+  float* operator[](long i) { return rows[i]; }
+  const float* operator[](long i) const { return rows[i]; }
+};
+typedef Rows<kMaxChunk> Mat;
 
 struct alignas(64) Chunk {
   int rows, blocks, padded, tokens;    // rows = 16 blocks >= tokens; padded = K rounded up to 32
@@ -25,13 +35,13 @@ struct alignas(64) Chunk {
   Mat q_pre, k_pre;                    // q pre, k pre; blocks 1 and 3 only
   Mat k_suf;                           // k suf
   Mat q_in, k_in, k_out;               // scale q 2^G, k 2^G, k 2^(G_last - G)
-  float q_far[kHalf][kLd], k_far[kHalf][kLd];  // rows 32..63 from row 31 on: pre, times over2 in block 3
-  float k_near[kHalf][kLd];            // rows 0..31 up to row 31: suf, times over1 in block 0
+  Rows<kHalf> q_far, k_far;            // rows 32..63 from row 31 on: pre, times over2 in block 3
+  Rows<kHalf> k_near;                  // rows 0..31 up to row 31: suf, times over1 in block 0
   Mat gate_slope, gate_slope_log;      // backward: d a / d raw gate, d a / d a_log
   float to[4][kMaxWidth], from[4][kMaxWidth], over1[kMaxWidth], over2[kMaxWidth], total[kMaxWidth];
   float beta[kMaxChunk], q_rstd[kMaxChunk], k_rstd[kMaxChunk];
-  float k_T[kMaxWidth][kLdT];          // transposed keys: [k_near (32) | k_suf of block 0 | k_suf of block 2]
-  float lower[kMaxChunk][kMaxChunk];   // L
+  Rows<kMaxWidth, kLdT> k_T;           // transposed keys: [k_near (32) | k_suf of block 0 | k_suf of block 2]
+  Rows<kMaxChunk, kMaxChunk> lower;    // L
   float square[kHalf][kHalf];
   float pairs[2][kPairs][kLanes];
   float bias[kMaxWidth], gate_gain;    // dt_bias, exp(a_log) of the head
@@ -97,7 +107,7 @@ KCP_NOINLINE void decay_rows(const Problem& p, Chunk& c, float (*sums)[kMaxWidth
 }
 
 // x rstd with rstd = 1 / sqrt(sum x^2 + epsilon): only rstd here, the product is taken with the decays
-KCP_NOINLINE void row_rstd(const float (*x)[kLd], int rows, int width, float epsilon, float (*partial)[kLanes], float* rstd) {
+KCP_NOINLINE void row_rstd(const Mat& x, int rows, int width, float epsilon, float (*partial)[kLanes], float* rstd) {
   for (int b = 0; b < rows; b += kBlock) {
     for (int i = 0; i < kBlock; i++) {
       Vec s = (Vec){}, t = (Vec){};
@@ -114,17 +124,33 @@ KCP_NOINLINE void row_rstd(const float (*x)[kLd], int rows, int width, float eps
   }
 }
 
-// q, k times their decays, two vectors of columns at a time
+// q, k times their decays, two vectors of columns at a time, block by block: what a block reads and writes stays in the
+// nearest cache between its pass down (pre) and its pass up (suf)
 template <bool backward>
 KCP_NOINLINE void apply_decays(const Problem& p, Chunk& c, const float (*sums)[kMaxWidth]) {
   enum { W = 2 };
   const int blocks = c.blocks;
+  const float scale = p.scale;
   for (int d0 = 0; d0 < c.padded; d0 += W * kLanes) {
-    Vec G[W], to[W], over2[W];
-    KCP_UNROLL for (int w = 0; w < W; w++) G[w] = (Vec){}, to[w] = over2[w] = splat(1.f);
+    Vec before[W], over1[W], over2[W];  // before: log2 decay from the start of the chunk to the block
+    KCP_UNROLL for (int w = 0; w < W; w++) {
+      const int d = d0 + w * kLanes;
+      Vec after = (Vec){};  // from the end of the block to the end of the chunk
+      for (int I = blocks - 1; I >= 0; I--) store(&c.from[I][d], exp2v(after)), after += load(&sums[I][d]);
+      before[w] = (Vec){};
+      over1[w] = blocks > 1 ? exp2v(load(&sums[1][d])) : splat(1.f);
+      over2[w] = blocks > 2 ? exp2v(load(&sums[2][d])) : splat(1.f);
+      store(&c.over1[d], over1[w]), store(&c.over2[d], over2[w]);
+    }
     for (int I = 0; I < blocks; I++) {
-      Vec run[W];
-      KCP_UNROLL for (int w = 0; w < W; w++) run[w] = splat(1.f);
+      Vec run[W], to[W], from[W];
+      KCP_UNROLL for (int w = 0; w < W; w++) {
+        const int d = d0 + w * kLanes;
+        run[w] = splat(1.f);
+        store(&c.to[I][d], to[w] = exp2v(before[w]));
+        from[w] = load(&c.from[I][d]);
+        before[w] += load(&sums[I][d]);
+      }
       for (int i = I * kBlock; i < (I + 1) * kBlock; i++) {
         const float rq = c.q_rstd[i], rk = c.k_rstd[i];
         KCP_UNROLL for (int w = 0; w < W; w++) {
@@ -134,42 +160,24 @@ KCP_NOINLINE void apply_decays(const Problem& p, Chunk& c, const float (*sums)[k
           run[w] *= load(&c.e[i][d]);
           x *= run[w], y *= run[w];
           if (I & 1) store(&c.q_pre[i][d], x), store(&c.k_pre[i][d], y);
-          if (I >= 2) store(&c.q_far[i - kHalf][d], x * over2[w]), store(&c.k_far[i - kHalf][d], y * over2[w]);
-          store(&c.q_in[i][d], x * to[w] * p.scale), store(&c.k_in[i][d], y * to[w]);
+          if (I == 2) store(&c.q_far[i - kHalf][d], x), store(&c.k_far[i - kHalf][d], y);
+          if (I == 3) store(&c.q_far[i - kHalf][d], x * over2[w]), store(&c.k_far[i - kHalf][d], y * over2[w]);
+          store(&c.q_in[i][d], x * to[w] * scale), store(&c.k_in[i][d], y * to[w]);
         }
       }
-      KCP_UNROLL for (int w = 0; w < W; w++) {
-        const int d = d0 + w * kLanes;
-        const Vec sum = load(&sums[I][d]);
-        store(&c.to[I][d], to[w]);
-        G[w] += sum;
-        to[w] = exp2v(G[w]);
-        if (I == 1) store(&c.over1[d], exp2v(sum));
-        if (I == 2) over2[w] = exp2v(sum), store(&c.over2[d], over2[w]);
-      }
-    }
-    Vec after[W];  // log2 decay from the end of the block to the end of the chunk
-    KCP_UNROLL for (int w = 0; w < W; w++) store(&c.total[d0 + w * kLanes], to[w]), after[w] = (Vec){};
-    for (int I = blocks - 1; I >= 0; I--) {
-      Vec run[W], from[W], over[W];
-      KCP_UNROLL for (int w = 0; w < W; w++) {
-        const int d = d0 + w * kLanes;
-        run[w] = splat(1.f);
-        from[w] = exp2v(after[w]);
-        after[w] += load(&sums[I][d]);
-        over[w] = I ? splat(1.f) : blocks > 2 ? load(&c.over1[d]) : splat(0.f);
-        store(&c.from[I][d], from[w]);
-      }
+      KCP_UNROLL for (int w = 0; w < W; w++) run[w] = splat(1.f);
       for (int i = (I + 1) * kBlock - 1; i >= I * kBlock; i--)
         KCP_UNROLL for (int w = 0; w < W; w++) {
           const int d = d0 + w * kLanes;
           const Vec x = load(&c.k[i][d]) * run[w];
           if (backward || !(I & 1)) store(&c.k_suf[i][d], x);
-          if (I < 2 && blocks > 2) store(&c.k_near[i][d], x * over[w]);
+          if (I == 0 && blocks > 2) store(&c.k_near[i][d], x * over1[w]);
+          if (I == 1 && blocks > 2) store(&c.k_near[i][d], x);
           store(&c.k_out[i][d], x * from[w]);
           run[w] *= load(&c.e[i][d]);
         }
     }
+    KCP_UNROLL for (int w = 0; w < W; w++) store(&c.total[d0 + w * kLanes], exp2v(before[w]));
   }
 }
 

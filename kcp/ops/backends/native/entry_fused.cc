@@ -28,7 +28,10 @@ class FlushDenormals {
 #if defined(__SSE__)
  public:
   FlushDenormals() : old_(_mm_getcsr()) { _mm_setcsr(old_ | 0x8040); }
-  ~FlushDenormals() { _mm_setcsr(old_); }
+  ~FlushDenormals() {
+    _mm_setcsr(old_);
+    _mm_sfence();  // streamed stores are seen by whoever learns that the item is done
+  }
 
  private:
   unsigned old_;
@@ -45,8 +48,18 @@ class FlushDenormals {
 #endif
 };
 
-long saved_floats(const Problem& p, const Sizes& n) {
-  return n.num_chunks * p.num_heads * (p.key_padded * p.value_padded + kMaxChunk * p.value_padded + 2 * kMaxChunk * kMaxChunk);
+// floats saved per chunk and head, and in all
+long slot_floats(const Problem& p) { return p.key_padded * p.value_padded + kMaxChunk * p.value_padded + 2 * kMaxChunk * kMaxChunk; }
+long saved_floats(const Problem& p, const Sizes& n) { return n.num_chunks * p.num_heads * slot_floats(p); }
+// The slots of a cache tensor start on the first cache line after its first number, which says where that is: the tensor
+// may have moved when the backward reads it.
+const long kCacheHeader = 32;
+float* cache_slots(const Call& call, int i, const Problem& p, const Sizes& n, bool fresh) {
+  float* base = call.floats(i, call.has(kHasCache), saved_floats(p, n) + kCacheHeader);
+  if (!base) return nullptr;
+  if (fresh) base[0] = (float)(((((uintptr_t)base + 4) + 63) / 64 * 64 - (uintptr_t)base) / 4);
+  if (!(base[0] >= 1 && base[0] < kCacheHeader)) Call::fail("tensor %d is not a cache of the forward", i);
+  return base + (long)base[0] - n.head_begin * slot_floats(p);
 }
 long state_floats(const Problem& p) { return p.num_sequences * p.num_heads * p.key_width * p.value_width; }
 
@@ -78,7 +91,7 @@ void forward(const Call& call) {
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, state);
   p.out = call.view(10, false, false, n.head_begin);
   p.final_state = at_first_head(call.floats(11, call.has(kWantFinalState), state_floats(p)), n, state);
-  p.cache = at_first_head(call.floats(12, call.has(kHasCache), saved_floats(p, n)), n, saved_floats(p, n) / p.num_heads / (n.num_chunks ? n.num_chunks : 1));
+  p.cache = cache_slots(call, 12, p, n, true);
   forward_columns(p, n);
   zero_tail(p, n, p.out, p.value_width, n.head_begin, p.num_heads);
 }
@@ -109,7 +122,7 @@ void backward_wide(Problem& p, const Sizes& n) {
   Buffer saved, states = allocate(n.num_chunks * p.num_heads * p.key_padded * p.value_padded);
   if (!p.cache) {
     saved = allocate(saved_floats(p, n));
-    p.cache = at_first_head(saved.get(), n, saved_floats(p, n) / p.num_heads / n.num_chunks);
+    p.cache = at_first_head(saved.get(), n, slot_floats(p));
     forward_columns(p, n);
   }
   p.state_gradient = at_first_head(states.get(), n, p.key_padded * p.value_padded);
@@ -147,7 +160,7 @@ void backward(const Call& call) {
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, K * V);
   p.d_out = call.view(10, false, false, 0);
   p.d_final_state = at_first_head(call.floats(11, call.has(kHasDFinalState), state_floats(p)), n, K * V);
-  p.cache = at_first_head(call.floats(12, call.has(kHasCache), saved_floats(p, n)), n, saved_floats(p, n) / heads / (n.num_chunks ? n.num_chunks : 1));
+  p.cache = cache_slots(call, 12, p, n, false);
   const View dq = call.view(13, head_major, false, n.head_begin / p.group), dk = call.view(14, head_major, false, n.head_begin / p.group);
   p.dq = dq, p.dk = dk;
   p.dv = call.view(15, head_major, false, n.head_begin);
@@ -176,7 +189,7 @@ void backward(const Call& call) {
     run_items(p.num_sequences * heads, [&](long item, void* scratch) {
       const long s = item / heads, h = n.head_begin + item % heads;
       const long chunks = (p.sequences[s].end - p.sequences[s].begin + kMaxChunk - 1) / kMaxChunk;
-      const ThreadRoom room(p.cache ? 0 : chunks * (saved_floats(p, n) / heads / (n.num_chunks ? n.num_chunks : 1)));
+      const ThreadRoom room(p.cache ? 0 : chunks * slot_floats(p));
       kernels().backward(p, s, h, room.data, scratch);
     });
   }
@@ -193,7 +206,7 @@ void backward_summary(const Call& call) {
   const long K = p.key_width, V = p.value_width;
   p.d_final_state = at_first_head(call.floats(8, call.has(kHasDFinalState), state_floats(p)), n, K * V);
   p.d_out = call.view(10, false, false, 0);
-  p.cache = at_first_head(call.floats(11, call.has(kHasCache), saved_floats(p, n)), n, saved_floats(p, n) / p.num_heads / (n.num_chunks ? n.num_chunks : 1));
+  p.cache = cache_slots(call, 11, p, n, false);
   p.d_initial_state = at_first_head(call.floats(12, true, state_floats(p)), n, K * V);
   each_head(p, n, columns_per_item(p, p.num_sequences * p.num_heads),
             [&](long s, long h, int first, int last, void* scratch) { kernels().state_gradient(p, s, h, first, last, false, scratch); });

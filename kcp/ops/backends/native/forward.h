@@ -12,8 +12,8 @@ enum { kPanel = 32 };
 struct alignas(64) ForwardScratch {
   Chunk chunk;
   Mat rb, v_new, v, out;
-  float aqk[kMaxChunk][kMaxChunk], akk[kMaxChunk][kMaxChunk];
-  float h[kMaxWidth][kLd], m[kMaxWidth][kLd];
+  Rows<kMaxChunk, kMaxChunk> aqk, akk;
+  Rows<kMaxWidth> h, m;
 };
 
 // v_new of one panel; v = nullptr stands for zeros; `keep`: a second copy, or nullptr
@@ -24,7 +24,7 @@ KCP_INLINE void delta_rule(Chunk& c, const float* akk, const float* h, const flo
   else multiply<false>(c.prefetch, c.rows, kPanel, kx_h, [=](int i, int j, Vec x) { store(rb + i * kLd + j, x * -beta[i]); });
   multiply<false, kLower>(c.prefetch, c.rows, kPanel, {akk, kMaxChunk, rb, kLd, c.rows}, [=](int i, int j, Vec x) {
     store(v_new + i * kLd + j, x);
-    if (keep) store(keep + i * ld_keep + j, x);
+    if (keep) stream(keep + i * ld_keep + j, x);
   });
 }
 KCP_NOINLINE void panel_v_new(Chunk& c, const float* akk, const float* h, const float* v, float* rb, float* v_new, float* keep, long ld_keep) {
@@ -41,7 +41,7 @@ KCP_NOINLINE void panel_advance(Chunk& c, const float* v_new, float* h, float* k
   multiply<true>(c.prefetch, c.padded, kPanel, {c.k_out[0], kLd, v_new, kLd, c.rows}, [=](int i, int j, Vec x) {
     x += total[i] * load(h + i * kLd + j);
     store(h + i * kLd + j, x);
-    if (keep) store(keep + i * ld_keep + j, x);
+    if (keep) stream(keep + i * ld_keep + j, x);
   });
 }
 
@@ -101,7 +101,6 @@ KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, i
       if (i == 0) copy_rows(w.h[0] + first, kLd, now.h + first, Vp, p.key_padded, last - first);
     }
     c.prefetch.clear();
-    if (want_out) prefetch_chunk(c.prefetch, out, s, i, head, width);
     if (more) prefetch_gates(c.prefetch, p, s, i + 1, head), prefetch_chunk(c.prefetch, values, s, i + 1, head, width);
     chunk_scores(c, p.scale, aqk, akk);
     gather(p.v, row_at(values, s.batch, t, head), tokens, c.rows, width, last - first, w.v[0] + first);
@@ -111,7 +110,7 @@ KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, i
       if (want_out) panel_out(c, aqk, h, v_new, w.out[0] + j);
       if (more || p.final_state) panel_advance(c, v_new, h, next.h ? next.h + j : nullptr, Vp);
     }
-    if (want_out) scatter(w.out[0] + first, out, row_at(out, s.batch, t, head), tokens, width);
+    if (want_out) scatter(w.out[0] + first, out, row_at(out, s.batch, t, head), tokens, width, p.streamed);
   }
   if (want_out && p.final_state) store_state(w.h[0], p, first, last, (float*)state_of(p.final_state, p, n, head));
 }

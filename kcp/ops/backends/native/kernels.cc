@@ -37,11 +37,12 @@ static void run_backward_chunk(const Problem& p, long n, long head, long chunk, 
   const long slot = (p.sequences[n].chunk + chunk) * p.num_heads + head;
   begin_head(p, head, w.chunk);
   copy_rows(p.state_gradient + slot * p.key_padded * p.value_padded, p.value_padded, w.dh[0], kLd, p.key_padded, p.value_padded);
-  backward_chunk(p, n, head, chunk, saved_chunk(p, p.cache, slot), false, w);
+  const SavedChunk saved = saved_chunk(p, p.cache, slot);
+  backward_chunk(p, n, head, chunk, saved, saved.h, false, w);
 }
 static void reduce_group(const Problem& p, const View& from, const View& to, long b, long t, long tokens, long key_head) {
   const long group = p.group, first = key_head * group;
-  store_rows(row_at(to, b, t, key_head), to.dtype, to.token, (int)tokens, (int)p.key_width, [&](int i, int d) {
+  store_rows(to, row_at(to, b, t, key_head), (int)tokens, (int)p.key_width, p.streamed, [&](int i, int d) {
     Vec sum = (Vec){};
     for (long h = first; h < first + group; h++) sum += load((const float*)row_at(from, b, t + i, h) + d);
     return sum;

@@ -71,26 +71,39 @@ KCP_INLINE void load_rows_as(const char* from, long stride, int rows, int width,
     }
   }
 }
-// row <- value(row, column); only the first `width` columns are written
+// A finished row leaves for memory: whole vectors go around the caches, the ragged ends through them.
+KCP_INLINE void stream_row(char* to, const char* from, long bytes) {
+  enum { size = sizeof(Vec) };
+  long head = -(uintptr_t)to & (size - 1);
+  if (head > bytes) head = bytes;
+  memcpy(to, from, head);
+  long at = head;
+  for (; at + size <= bytes; at += size) stream((float*)(to + at), load((const float*)(from + at)));
+  memcpy(to + at, from + at, bytes - at);
+}
+// row <- value(row, column); only the first `width` columns are written. streamed: the tensors are too large for the caches
 template <int dtype, class Value>
-KCP_INLINE void store_rows_as(char* to, long stride, int rows, int width, Value value) {
+KCP_INLINE void store_rows_as(char* to, long stride, int rows, int width, bool streamed, Value value) {
   typedef typename Storage<dtype>::Element E;
   const int whole = width & ~(kLanes - 1);
   for (int i = 0; i < rows; i++) {
+    alignas(64) E buffer[kMaxWidth];
     E* row = (E*)(to + i * stride);
-    for (int d = 0; d < whole; d += kLanes) Storage<dtype>::put(row + d, value(i, d));
+    E* at = streamed ? buffer : row;
+    for (int d = 0; d < whole; d += kLanes) Storage<dtype>::put(at + d, value(i, d));
     if (whole < width) {
       E rest[kLanes];
       Storage<dtype>::put(rest, value(i, whole));
-      memcpy(row + whole, rest, (width - whole) * sizeof(E));
+      memcpy(at + whole, rest, (width - whole) * sizeof(E));
     }
+    if (streamed) stream_row((char*)row, (const char*)buffer, width * sizeof(E));
   }
 }
 template <class Value>
-KCP_INLINE void store_rows(char* to, int dtype, long stride, int rows, int width, Value value) {
-  if (dtype == kFloat32) store_rows_as<kFloat32>(to, stride, rows, width, value);
-  else if (dtype == kBFloat16) store_rows_as<kBFloat16>(to, stride, rows, width, value);
-  else store_rows_as<kFloat16>(to, stride, rows, width, value);
+KCP_INLINE void store_rows(const View& x, char* to, int rows, int width, bool streamed, Value value) {
+  if (x.dtype == kFloat32) store_rows_as<kFloat32>(to, x.token, rows, width, streamed, value);
+  else if (x.dtype == kBFloat16) store_rows_as<kBFloat16>(to, x.token, rows, width, streamed, value);
+  else store_rows_as<kFloat16>(to, x.token, rows, width, streamed, value);
 }
 // scratch <- rows of a tensor, zero-filled to `padded` columns and `rows_padded` rows
 template <int dtype>
@@ -105,14 +118,8 @@ KCP_INLINE void gather(const View& x, const char* from, int rows, int rows_padde
   else if (x.dtype == kBFloat16) gather_as<kBFloat16>(from, x.token, rows, rows_padded, width, padded, to);
   else gather_as<kFloat16>(from, x.token, rows, rows_padded, width, padded, to);
 }
-template <int dtype>
-KCP_NOINLINE void scatter_as(const float* from, char* to, long stride, int rows, int width) {
-  store_rows_as<dtype>(to, stride, rows, width, [=](int i, int d) { return load(from + i * kLd + d); });
-}
-KCP_INLINE void scatter(const float* from, const View& x, char* to, int rows, int width) {
-  if (x.dtype == kFloat32) scatter_as<kFloat32>(from, to, x.token, rows, width);
-  else if (x.dtype == kBFloat16) scatter_as<kBFloat16>(from, to, x.token, rows, width);
-  else scatter_as<kFloat16>(from, to, x.token, rows, width);
+KCP_NOINLINE void scatter(const float* from, const View& x, char* to, int rows, int width, bool streamed) {
+  store_rows(x, to, rows, width, streamed, [=](int i, int d) { return load(from + i * kLd + d); });
 }
 KCP_INLINE float load_scalar(const char* p, int dtype) {
   if (dtype == kFloat32) return *(const float*)p;
