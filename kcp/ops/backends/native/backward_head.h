@@ -40,14 +40,14 @@ KCP_INLINE void finish_columns(BackwardScratch& w, int d0, Vec& d_a_log) {
 }
 
 // All input gradients of the chunk at tokens t.. ; `slot` numbers chunk and head
-KCP_NOINLINE void finish_chunk(const Problem& p, const Sequence& s, long head, long t, long slot, BackwardScratch& w) {
+KCP_NOINLINE void finish_chunk(const Problem& p, const Sequence& s, long head, long t, long slot, Source v, BackwardScratch& w) {
   Chunk& c = w.chunk;
   const int n = c.tokens, K = (int)p.key_width, V = (int)p.value_width;
   Vec d_a_log = (Vec){};
   for (int d = 0; d < c.padded; d += 2 * kLanes) finish_columns(w, d, d_a_log);
   for (int i = 0; i < n; i++) {
     Vec y_v = load(w.sums[0][i]);
-    for (int d = 0; d < p.value_padded; d += kLanes) y_v += load(&w.y[i][d]) * load(&w.v[i][d]);
+    for (int d = 0; d < p.value_padded; d += kLanes) y_v += load(&w.y[i][d]) * load(v.at + i * v.ld + d);
     store(w.sums[0][i], y_v);
   }
   float to_beta[kMaxChunk], q_dq[kMaxChunk], k_dk[kMaxChunk];
@@ -97,8 +97,8 @@ KCP_NOINLINE void backward_chunk(const Problem& p, long n, long head, long i, co
   grad_through_states(w, p, saved.h, Vp, saved.v_new, Vp, w.dh[0], nullptr);
   if (advance) grad_state(w, 0, (int)Vp);
   grad_inside_chunk(w);
-  gather(p.v, row_at(p.v, s.batch, t, head), c.tokens, c.rows, (int)V, (int)Vp, w.v[0]);
-  finish_chunk(p, s, head, t, (s.chunk + i) * p.num_heads + head, w);
+  const Source v = rows_or_gather(p.v, row_at(p.v, s.batch, t, head), c.tokens, c.rows, (int)V, (int)Vp, w.v[0]);
+  finish_chunk(p, s, head, t, (s.chunk + i) * p.num_heads + head, v, w);
 }
 
 KCP_NOINLINE void backward_head(const Problem& p, long n, long head, float* saved, long slot_step, BackwardScratch& w) {

@@ -75,7 +75,7 @@ KCP_INLINE Vec log2_decay(float lower_bound, float gain, Vec x, Vec& slope, Vec&
     return s * (lower_bound * log2e);
   }
   // a = -gain softplus(x), softplus(x) = max(x, 0) + log(1 + e^-|x|)
-  const Vec t = exp2v(absolute(x) * -log2e), r = 1.f / (1.f + t), s = select(x >= 0.f, r, t * r);
+  const Vec t = exp2v(absolute(x) * -log2e), r = reciprocal(1.f + t), s = select(x >= 0.f, r, t * r);
   const Vec a = (select(x > 0.f, x, (Vec){}) + log1p_unit(t)) * -gain;
   if (backward) {
     slope = s * -gain;
@@ -84,9 +84,9 @@ KCP_INLINE Vec log2_decay(float lower_bound, float gain, Vec x, Vec& slope, Vec&
   return a * log2e;
 }
 
-// raw gates in c.e -> one-token decays; sums[I][d] = log2 decay across block I. Rows past `tokens` do not decay.
+// raw gates -> one-token decays c.e; sums[I][d] = log2 decay across block I. Rows past `tokens` do not decay.
 template <bool backward, int gate>
-KCP_NOINLINE void decay_rows(const Problem& p, Chunk& c, float (*sums)[kMaxWidth]) {
+KCP_NOINLINE void decay_rows(const Problem& p, Source g, Chunk& c, float (*sums)[kMaxWidth]) {
   for (int I = 0; I < c.blocks; I++) {
     const int b = I * kBlock, n = c.tokens - b < kBlock ? c.tokens - b : kBlock;
     for (int d = 0; d < c.padded; d += kLanes) {
@@ -94,7 +94,7 @@ KCP_NOINLINE void decay_rows(const Problem& p, Chunk& c, float (*sums)[kMaxWidth
       const Vec bias = load(c.bias + d);
       _Pragma("GCC unroll 4") for (int i = b; i < b + n; i++) {
         Vec slope, slope_log;
-        const Vec x = load(&c.e[i][d]) + bias;
+        const Vec x = load(g.at + i * g.ld + d) + bias;
         const Vec decay = log2_decay<backward, gate>(p.lower_bound, c.gate_gain, x, slope, slope_log);
         sum += decay;
         store(&c.e[i][d], exp2v(decay));
@@ -107,12 +107,12 @@ KCP_NOINLINE void decay_rows(const Problem& p, Chunk& c, float (*sums)[kMaxWidth
 }
 
 // x rstd with rstd = 1 / sqrt(sum x^2 + epsilon): only rstd here, the product is taken with the decays
-KCP_NOINLINE void row_rstd(const Mat& x, int rows, int width, float epsilon, float (*partial)[kLanes], float* rstd) {
+KCP_NOINLINE void row_rstd(Source x, int rows, int width, float epsilon, float (*partial)[kLanes], float* rstd) {
   for (int b = 0; b < rows; b += kBlock) {
     for (int i = 0; i < kBlock; i++) {
       Vec s = (Vec){}, t = (Vec){};
       for (int d = 0; d < width; d += 2 * kLanes) {
-        const Vec x0 = load(&x[b + i][d]), x1 = load(&x[b + i][d + kLanes]);
+        const Vec x0 = load(x.at + (b + i) * x.ld + d), x1 = load(x.at + (b + i) * x.ld + d + kLanes);
         s += x0 * x0;
         t += x1 * x1;
       }
@@ -127,7 +127,7 @@ KCP_NOINLINE void row_rstd(const Mat& x, int rows, int width, float epsilon, flo
 // q, k times their decays, two vectors of columns at a time, block by block: what a block reads and writes stays in the
 // nearest cache between its pass down (pre) and its pass up (suf)
 template <bool backward>
-KCP_NOINLINE void apply_decays(const Problem& p, Chunk& c, const float (*sums)[kMaxWidth]) {
+KCP_NOINLINE void apply_decays(const Problem& p, Source q, Source k, Chunk& c, const float (*sums)[kMaxWidth]) {
   enum { W = 2 };
   const int blocks = c.blocks;
   const float scale = p.scale;
@@ -155,7 +155,7 @@ KCP_NOINLINE void apply_decays(const Problem& p, Chunk& c, const float (*sums)[k
         const float rq = c.q_rstd[i], rk = c.k_rstd[i];
         KCP_UNROLL for (int w = 0; w < W; w++) {
           const int d = d0 + w * kLanes;
-          Vec x = load(&c.q[i][d]) * rq, y = load(&c.k[i][d]) * rk;
+          Vec x = load(q.at + i * q.ld + d) * rq, y = load(k.at + i * k.ld + d) * rk;
           store(&c.q[i][d], x), store(&c.k[i][d], y);
           run[w] *= load(&c.e[i][d]);
           x *= run[w], y *= run[w];
@@ -189,9 +189,9 @@ KCP_NOINLINE void prepare_chunk(const Problem& p, const Sequence& s, long head, 
   c.tokens = n;
   c.blocks = (n + kBlock - 1) / kBlock;
   c.rows = c.blocks * kBlock;
-  gather(p.q, row_at(p.q, s.batch, t, head / p.group), n, c.rows, width, padded, c.q[0]);
-  gather(p.k, row_at(p.k, s.batch, t, head / p.group), n, c.rows, width, padded, c.k[0]);
-  gather(p.g, row_at(p.g, s.batch, t, head), n, c.rows, width, padded, c.e[0]);
+  const Source q = rows_or_gather(p.q, row_at(p.q, s.batch, t, head / p.group), n, c.rows, width, padded, c.q[0]);
+  const Source k = rows_or_gather(p.k, row_at(p.k, s.batch, t, head / p.group), n, c.rows, width, padded, c.k[0]);
+  const Source g = rows_or_gather(p.g, row_at(p.g, s.batch, t, head), n, c.rows, width, padded, c.e[0]);
   for (int i = 0; i < n; i++) c.beta[i] = load_scalar(row_at(p.beta, s.batch, t + i, head), p.beta.dtype);
   if (p.beta_sigmoid)
     for (int i = 0; i < c.rows; i += kLanes) {
@@ -200,15 +200,15 @@ KCP_NOINLINE void prepare_chunk(const Problem& p, const Sequence& s, long head, 
     }
   for (int i = n; i < c.rows; i++) c.beta[i] = 0.f;
   if (p.l2norm) {
-    row_rstd(c.q, c.rows, padded, p.epsilon, c.pairs[0], c.q_rstd);
-    row_rstd(c.k, c.rows, padded, p.epsilon, c.pairs[0], c.k_rstd);
+    row_rstd(q, c.rows, padded, p.epsilon, c.pairs[0], c.q_rstd);
+    row_rstd(k, c.rows, padded, p.epsilon, c.pairs[0], c.k_rstd);
   } else {
     for (int i = 0; i < c.rows; i++) c.q_rstd[i] = c.k_rstd[i] = 1.f;
   }
-  if (p.gate == kGateLowerBound) decay_rows<backward, kGateLowerBound>(p, c, sums);
-  else if (p.gate == kGateSoftplus) decay_rows<backward, kGateSoftplus>(p, c, sums);
-  else decay_rows<backward, kGateNone>(p, c, sums);
-  apply_decays<backward>(p, c, sums);
+  if (p.gate == kGateLowerBound) decay_rows<backward, kGateLowerBound>(p, g, c, sums);
+  else if (p.gate == kGateSoftplus) decay_rows<backward, kGateSoftplus>(p, g, c, sums);
+  else decay_rows<backward, kGateNone>(p, g, c, sums);
+  apply_decays<backward>(p, q, k, c, sums);
 }
 
 }  // namespace KCP_ISA

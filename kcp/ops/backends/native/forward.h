@@ -16,19 +16,16 @@ struct alignas(64) ForwardScratch {
   Rows<kMaxWidth> h, m;
 };
 
-// v_new of one panel; v = nullptr stands for zeros; `keep`: a second copy, or nullptr
-KCP_INLINE void delta_rule(Chunk& c, const float* akk, const float* h, const float* v, float* rb, float* v_new, float* keep, long ld_keep) {
+// v_new of one panel; no v stands for zeros; `keep`: a second copy, or nullptr
+KCP_NOINLINE void panel_v_new(Chunk& c, const float* akk, const float* h, Source v, float* rb, float* v_new, float* keep, long ld_keep) {
   const float* beta = c.beta;
   const Product kx_h{c.k_in[0], kLd, h, kLd, c.padded};
-  if (v) multiply<false>(c.prefetch, c.rows, kPanel, kx_h, [=](int i, int j, Vec x) { store(rb + i * kLd + j, (load(v + i * kLd + j) - x) * beta[i]); });
+  if (v.at) multiply<false>(c.prefetch, c.rows, kPanel, kx_h, [=](int i, int j, Vec x) { store(rb + i * kLd + j, (load(v.at + i * v.ld + j) - x) * beta[i]); });
   else multiply<false>(c.prefetch, c.rows, kPanel, kx_h, [=](int i, int j, Vec x) { store(rb + i * kLd + j, x * -beta[i]); });
   multiply<false, kLower>(c.prefetch, c.rows, kPanel, {akk, kMaxChunk, rb, kLd, c.rows}, [=](int i, int j, Vec x) {
     store(v_new + i * kLd + j, x);
     if (keep) stream(keep + i * ld_keep + j, x);
   });
-}
-KCP_NOINLINE void panel_v_new(Chunk& c, const float* akk, const float* h, const float* v, float* rb, float* v_new, float* keep, long ld_keep) {
-  delta_rule(c, akk, h, v, rb, v_new, keep, ld_keep);
 }
 // o = scale q 2^G h + Aqk v_new
 KCP_NOINLINE void panel_out(Chunk& c, const float* aqk, const float* h, const float* v_new, float* out) {
@@ -103,10 +100,10 @@ KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, i
     c.prefetch.clear();
     if (more) prefetch_gates(c.prefetch, p, s, i + 1, head), prefetch_chunk(c.prefetch, values, s, i + 1, head, width);
     chunk_scores(c, p.scale, aqk, akk);
-    gather(p.v, row_at(values, s.batch, t, head), tokens, c.rows, width, last - first, w.v[0] + first);
+    const Source v = rows_or_gather(p.v, row_at(values, s.batch, t, head), tokens, c.rows, width, last - first, w.v[0]);
     for (int j = first; j < last; j += kPanel) {
       float *h = w.h[0] + j, *v_new = w.v_new[0] + j;
-      panel_v_new(c, akk, h, w.v[0] + j, w.rb[0] + j, v_new, saved ? now.v_new + j : nullptr, Vp);
+      panel_v_new(c, akk, h, {v.at + j - first, v.ld}, w.rb[0] + j, v_new, saved ? now.v_new + j : nullptr, Vp);
       if (want_out) panel_out(c, aqk, h, v_new, w.out[0] + j);
       if (more || p.final_state) panel_advance(c, v_new, h, next.h ? next.h + j : nullptr, Vp);
     }
@@ -132,13 +129,13 @@ KCP_NOINLINE void summary_head(const Problem& p, long n, long head, ForwardScrat
     c.prefetch.clear();
     if (i + 1 < chunks) prefetch_gates(c.prefetch, p, s, i + 1, head), prefetch_chunk(c.prefetch, p.v, s, i + 1, head, V);
     chunk_scores(c, p.scale, w.aqk[0], w.akk[0]);
-    gather(p.v, row_at(p.v, s.batch, t, head), tokens, c.rows, (int)V, (int)p.value_padded, w.v[0]);
+    const Source v = rows_or_gather(p.v, row_at(p.v, s.batch, t, head), tokens, c.rows, (int)V, (int)p.value_padded, w.v[0]);
     for (int j = 0; j < p.value_padded; j += kPanel) {
-      panel_v_new(c, w.akk[0], w.h[0] + j, w.v[0] + j, w.rb[0] + j, w.v_new[0] + j, nullptr, 0);
+      panel_v_new(c, w.akk[0], w.h[0] + j, {v.at + j, v.ld}, w.rb[0] + j, w.v_new[0] + j, nullptr, 0);
       panel_advance(c, w.v_new[0] + j, w.h[0] + j, nullptr, 0);
     }
     for (int j = 0; want_m && j < p.key_padded; j += kPanel) {
-      panel_v_new(c, w.akk[0], w.m[0] + j, nullptr, w.rb[0] + j, w.v_new[0] + j, nullptr, 0);
+      panel_v_new(c, w.akk[0], w.m[0] + j, {nullptr, 0}, w.rb[0] + j, w.v_new[0] + j, nullptr, 0);
       panel_advance(c, w.v_new[0] + j, w.m[0] + j, nullptr, 0);
     }
   }

@@ -118,6 +118,16 @@ KCP_INLINE void gather(const View& x, const char* from, int rows, int rows_padde
   else if (x.dtype == kBFloat16) gather_as<kBFloat16>(from, x.token, rows, rows_padded, width, padded, to);
   else gather_as<kFloat16>(from, x.token, rows, rows_padded, width, padded, to);
 }
+// Rows as float32 where they lie, if they can be read like scratch; else gathered into `buffer`.
+struct Source {
+  const float* at;
+  long ld;
+};
+KCP_INLINE Source rows_or_gather(const View& x, const char* from, int rows, int rows_padded, int width, int padded, float* buffer) {
+  if (x.dtype == kFloat32 && rows == rows_padded && width == padded) return {(const float*)from, x.token / 4};
+  gather(x, from, rows, rows_padded, width, padded, buffer);
+  return {buffer, kLd};
+}
 KCP_NOINLINE void scatter(const float* from, const View& x, char* to, int rows, int width, bool streamed) {
   store_rows(x, to, rows, width, streamed, [=](int i, int d) { return load(from + i * kLd + d); });
 }

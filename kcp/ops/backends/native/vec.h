@@ -72,11 +72,21 @@ KCP_INLINE Vec log1p_unit(Vec t) {
   return p * s;
 }
 
+// 1/x for 1 <= x <= 2^126, to rounding: three Newton steps from an estimate by integer arithmetic, several times the
+// throughput of a division
+KCP_INLINE Vec reciprocal(Vec x) {
+  Vec r = (Vec)(0x7ef311c3 - (IVec)x);
+  r = r + r * (1.f - x * r);
+  r = r + r * (1.f - x * r);
+  r = r + r * (1.f - x * r);
+  return r + r * (1.f - x * r);
+}
+
 // sigmoid(z) = 1/(1+t) with t = e^-z (kept below 2^126); t gives 1 - sigmoid = t * sigmoid without cancellation.
 KCP_INLINE Vec sigmoid(Vec z, Vec& t) {
   const Vec y = z * -1.4426950408889634f, highest = splat(126.f);
   t = exp2v(y > highest ? highest : y);
-  return 1.f / (1.f + t);
+  return reciprocal(1.f + t);
 }
 
 // ---- transposition by interleaving at distances kLanes/2, ..., 1
