@@ -92,6 +92,17 @@ def check_boundary_info(info):
     return info[0][0] - 1
 
 
+def boundaries_of(cu_seqlens):
+    """``(host tuple or None, Tensor or None)``."""
+    if isinstance(cu_seqlens, Tensor):
+        return None, cu_seqlens
+    if is_host_boundaries(cu_seqlens):
+        return tuple(cu_seqlens), None
+    if cu_seqlens is not None:
+        raise TypeError("cu_seqlens is neither host integers nor an int32 Tensor nor None")
+    return None, None
+
+
 def _token_count(x, layout):
     return x.shape[{"BNSD": 2, "BSND": 1, "NTD": 1, "TND": 0}[layout]]
 
@@ -175,14 +186,7 @@ def chunk_kda(
     require_tensor("dt_bias", dt_bias, True)
     require_tensor("initial_state", initial_state, True)
     check_flag("output_final_state", output_final_state)
-    host = None
-    boundaries = None
-    if isinstance(cu_seqlens, Tensor):
-        boundaries = cu_seqlens
-    elif is_host_boundaries(cu_seqlens):
-        host = tuple(cu_seqlens)
-    elif cu_seqlens is not None:
-        raise TypeError("cu_seqlens is neither host integers nor an int32 Tensor nor None")
+    host, boundaries = boundaries_of(cu_seqlens)
     cell = _cell(
         (describe(q), describe(k), describe(v), describe(g), describe(beta), describe(a_log), describe(dt_bias), describe(initial_state)),
         host,

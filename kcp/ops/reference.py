@@ -75,13 +75,7 @@ class _Rows:
             bounds = np.asarray(cu_seqlens, dtype=np.int64)
             if batch != 1:
                 raise ValueError(f"cu_seqlens needs a batch of 1, got {batch}")
-            if (
-                bounds.ndim != 1
-                or bounds.size < 2
-                or bounds[0] != 0
-                or bounds[-1] != tokens
-                or np.any(np.diff(bounds) < 0)
-            ):
+            if bounds.ndim != 1 or bounds.size < 2 or bounds[0] != 0 or bounds[-1] != tokens or np.any(np.diff(bounds) < 0):
                 raise ValueError(f"cu_seqlens must rise from 0 to {tokens}, got {bounds.tolist()}")
             starts, lengths = bounds[:-1], np.diff(bounds)
         order = np.argsort(-lengths, kind="stable")
@@ -113,9 +107,7 @@ class _Problem:
 
         self.normed = use_qk_l2norm_in_kernel
         self.q_raw, self.k_raw = self._flat(q), self._flat(k)
-        self.q_rstd, self.k_rstd = (
-            1.0 / np.sqrt((x * x).sum(-1, keepdims=True) + epsilon) for x in (self.q_raw, self.k_raw)
-        )
+        self.q_rstd, self.k_rstd = (1.0 / np.sqrt((x * x).sum(-1, keepdims=True) + epsilon) for x in (self.q_raw, self.k_raw))
         self.q_hat = self.q_raw * self.q_rstd if self.normed else self.q_raw
         self.k_hat = self.k_raw * self.k_rstd if self.normed else self.k_raw
         self.q, self.k = (np.repeat(x, self.group, axis=1) for x in (self.q_hat, self.k_hat))

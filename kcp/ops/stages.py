@@ -12,7 +12,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from kcp.ops import backends
-from kcp.ops.chunk_kda import check_boundary_info, resolve_scale
+from kcp.ops.chunk_kda import boundaries_of, check_boundary_info, resolve_scale
 from kcp.ops.numerics import in_graph
 from kcp.ops.options import (
     BACKWARD_MODES,
@@ -97,16 +97,11 @@ def _check_caches(names, infos, dims, dtypes, num_v_heads_of):
 
 
 def _boundaries(cu_seqlens, num_tokens):
-    """``(host tuple or None, Tensor or None)``."""
-    if isinstance(cu_seqlens, Tensor):
-        if not in_graph():
-            check_cu_seqlens(cu_seqlens.asnumpy().tolist(), num_tokens)
-        return None, cu_seqlens
-    if is_host_boundaries(cu_seqlens):
-        return tuple(cu_seqlens), None
-    if cu_seqlens is not None:
-        raise TypeError("cu_seqlens is neither host integers nor an int32 Tensor nor None")
-    return None, None
+    """``(host tuple or None, Tensor or None)``, a Tensor's values checked where they are known."""
+    host, tensor = boundaries_of(cu_seqlens)
+    if tensor is not None and not in_graph():
+        check_cu_seqlens(tensor.asnumpy().tolist(), num_tokens)
+    return host, tensor
 
 
 def _or_placeholder(x):

@@ -6,16 +6,30 @@ States follow one convention: a final state is the same on every rank and its gr
 state's gradient comes back whole on every rank.
 """
 
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 REDUCE_CHOICES = ("trainer", "kcp")
 
 
-def reduce_parameter(grad: Tensor, collectives, reduced_by: str) -> Tensor:
-    """A replicated parameter's gradient: whole on every rank if kcp reduces, else this rank's part."""
-    return collectives.all_reduce(grad) if reduced_by == "kcp" else grad
+def reduce_gate_parameters(opts, da_log, ddt_bias, dq, collectives, reduced_by: str):
+    """Gradients of a_log and dt_bias: whole on every rank if kcp reduces, else this rank's part.
+
+    Returns:
+        ``(da_log, ddt_bias, dq)``; dq is tied to the reductions, so that what is exchanged after it comes after them in a graph too.
+    """
+    if reduced_by != "kcp":
+        return da_log, ddt_bias, dq
+    if opts.has_a_log:
+        da_log = collectives.all_reduce(ops.depend(da_log, dq))
+        dq = ops.depend(dq, da_log)
+    if opts.has_dt_bias:
+        ddt_bias = collectives.all_reduce(ops.depend(ddt_bias, dq))
+        dq = ops.depend(dq, ddt_bias)
+    return da_log, ddt_bias, dq
 
 
 def contribute(value: Tensor, collectives, from_rank: int) -> Tensor:
     """``value`` of one rank on every rank: zero elsewhere, then all-reduced (first-rank dh0, last-rank final state)."""
-    return collectives.all_reduce(value if collectives.rank == from_rank else value * 0.0)
+    if collectives.rank != from_rank:
+        value = ops.depend(ops.zeros(value.shape, value.dtype), value)
+    return collectives.all_reduce(value)

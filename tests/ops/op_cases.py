@@ -210,9 +210,7 @@ def run(
         d_state = Tensor(np.concatenate([d_state, np.zeros((padding, *d_state.shape[1:]), np.float32)]))
 
     def loss(cu, q, k, v, g, beta, a_log, dt_bias, initial_state):
-        out, state = chunk_kda(
-            q, k, v, g, beta, a_log=a_log, dt_bias=dt_bias, initial_state=initial_state, cu_seqlens=cu, **options
-        )
+        out, state = chunk_kda(q, k, v, g, beta, a_log=a_log, dt_bias=dt_bias, initial_state=initial_state, cu_seqlens=cu, **options)
         value = 0.0
         if d_out is not None:
             value = value + (out.astype(ms.float32) * d_out).sum()
@@ -293,6 +291,4 @@ def check(
 def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
     """Bitwise equality of two results."""
     for name in want:
-        assert np.array_equal(got[name], want[name]), (
-            f"{name} differs by up to {np.max(np.abs(got[name] - want[name]))}"
-        )
+        assert np.array_equal(got[name], want[name]), f"{name} differs by up to {np.max(np.abs(got[name] - want[name]))}"

@@ -95,9 +95,7 @@ class TinyKda(nn.Cell):
     def construct(self, x):
         batch, tokens, width = x.shape
         flat = x.reshape(batch * tokens, width)
-        q, k, v, g = ops.split(
-            ops.matmul(flat, self.qkvg).reshape(batch, tokens, 4 * self.heads, self.dim), self.heads, 2
-        )
+        q, k, v, g = ops.split(ops.matmul(flat, self.qkvg).reshape(batch, tokens, 4 * self.heads, self.dim), self.heads, 2)
         beta = ops.matmul(flat, self.beta).reshape(batch, tokens, self.heads)
         y, _ = chunk_kda(
             q, k, v, g, beta, layout="BSND", a_log=self.a_log, dt_bias=self.dt_bias,

@@ -78,9 +78,7 @@ def test_blocks_of_recomputed_states_do_not_show():
         inputs |= {m: problem.inputs[m] for m in ("a_log", "dt_bias")}
         inputs["initial_state"] = problem.inputs["initial_state"][n : n + 1]
         options = {m: x for m, x in problem.options.items() if m != "cu_seqlens"}
-        alone = kda_reference_grad(
-            **inputs, **options, d_out=problem.d_out[:, part], d_final_state=problem.d_final_state[n : n + 1]
-        )
+        alone = kda_reference_grad(**inputs, **options, d_out=problem.d_out[:, part], d_final_state=problem.d_final_state[n : n + 1])
         for m in ("q", "k", "v", "g", "beta", "out"):
             assert np.allclose(whole[m][:, part], alone[m], rtol=1e-12, atol=1e-13), m
         for m in ("initial_state", "final_state"):

@@ -259,9 +259,7 @@ def test_reported_fault_25():
 @pytest.mark.parametrize("state_v_first", [False, True])
 def test_reported_fault_27(state_v_first):
     """K = 64, V = 128, an initial state that is not symmetric, both orders."""
-    problem = make_problem(
-        27, T=70, K=64, V=128, initial_state=True, d_final=True, state_v_first=state_v_first, shift=-4.0
-    )
+    problem = make_problem(27, T=70, K=64, V=128, initial_state=True, d_final=True, state_v_first=state_v_first, shift=-4.0)
     check(run(problem), problem.truth())
 
 

@@ -81,9 +81,7 @@ def test_parts_cut_at_a_chunk_border_give_the_same_bits(backend):
 
 def _final_state_only(seed: int, heads: int):
     """Section 8.2 of the Hyper-Parallel document: strong decay, bfloat16, T = 65, constant gradient of the state."""
-    problem = make_problem(
-        seed, T=65, Hk=heads, K=128, dtype="bfloat16", d_out=False, d_final=True, initial_state=True, shift=1.0
-    )
+    problem = make_problem(seed, T=65, Hk=heads, K=128, dtype="bfloat16", d_out=False, d_final=True, initial_state=True, shift=1.0)
     problem.d_final_state[...] = 1.0
     problem.inputs["a_log"][...] = 0.0
     return problem

@@ -165,7 +165,7 @@ def zero_and_identity(num: int, like_w: Tensor, like_u: Tensor) -> Tensor:
 
 
 def forward_summary(plan, index, num, k, w, u, decay):
-    """``[num, H, K, V + K]``: the scan of ``[0 | I]`` with writes u for the first V columns only."""
+    """``[num, H, K, V + K]`` = ``[E | M]``: the scan of ``[0 | I]`` with writes u for the first V columns only."""
     wide = ops.concat((u, ops.zeros(w.shape, ms.float32)), -1)
     return forward_scan(plan, index, k, w, wide, decay, zero_and_identity(num, w, u))[2]
 
@@ -177,30 +177,37 @@ def backward_summary(plan, index, num, q_scaled, k, w, d_o, dv, decay):
     return backward_scan(plan, index, q_scaled, k, w, wide_do, wide_dv, decay, zero_and_identity(num, w, dv))[1]
 
 
-def forward(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, h0):
-    """Whole forward of ``chunk_kda``: ``(out [B, H, T, V], final states [S, H, K, V], saved)``, head-major float32.
-
-    ``saved`` feeds :func:`backward`; it holds nothing that the inputs do not give back.
-    """
+def forward_open(opts, plan, index, q, k, v, g, beta, a_log, dt_bias):
+    """The state-independent half of the forward: ``(decay, aqk, akk, w, u, qg_scaled, kg)`` and, with the in-kernel norm, the norms."""
     (gk, aqk, akk, w, u, qg, kg), (q_hat, k_hat, q_rstd, k_rstd, _) = prepare(opts, plan, index, q, k, v, g, beta, a_log, dt_bias)
-    decay = last_decay(opts, gk)
+    caches = (last_decay(opts, gk), aqk, akk, w, u, qg * opts.scale, kg)
+    return caches + ((q_hat, k_hat, q_rstd, k_rstd) if opts.use_qk_l2norm_in_kernel else ())
+
+
+def forward_close(plan, index, caches, h0):
+    """The rest, once the initial states are known: ``(out [B, H, T, V], final states [S, H, K, V], saved)``.
+
+    ``saved`` feeds :func:`backward_open`; it holds nothing that the inputs do not give back.
+    """
+    decay, aqk, akk, w, u, qg_scaled, kg = caches[:7]
     h, v_new, final_state = forward_scan(plan, index, kg, w, u, decay, h0)
-    qg_scaled = qg * opts.scale
     out = plan.merge(output(qg_scaled, aqk, v_new, h), index)
-    saved = (decay, aqk, akk, w, qg_scaled, kg, h, v_new)
-    if opts.use_qk_l2norm_in_kernel:
-        saved = saved + (q_hat, k_hat, q_rstd, k_rstd)
-    return out, final_state, saved
+    return out, final_state, (decay, aqk, akk, w, qg_scaled, kg, h, v_new) + caches[7:]
 
 
-def backward(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, saved, d_o, d_final):
-    """Whole backward of ``chunk_kda`` from the caches of :func:`forward`: the seven gradients and dh0 ``[S, H, K, V]``."""
-    decay, aqk, akk, w, qg_scaled, kg, h, v_new = saved[:8]
+def backward_open(opts, plan, index, saved, d_o):
+    """The half of the backward that needs no state gradient: ``(d_o, dAqk, dv_local, dq_raw)`` in chunks, from d_o ``[B, H, T, V]``."""
+    d_o = plan.split(d_o, index)
+    return (d_o,) + backward_local(opts, saved[1], saved[7], d_o, saved[6])
+
+
+def backward_close(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, saved, opened, d_final):
+    """The rest, once the final states' gradients are known: the seven gradients and dh0 ``[S, H, K, V]``."""
+    decay, _, akk, w, qg_scaled, kg, h, v_new = saved[:8]
+    d_o, d_aqk, dv_local, dq_raw = opened
     rstds = (None, None)
     if opts.use_qk_l2norm_in_kernel:
         q, k, rstds = saved[8], saved[9], (saved[10], saved[11])
-    d_o = plan.split(d_o, index)
-    d_aqk, dv_local, dq_raw = backward_local(opts, aqk, v_new, d_o, h)
     dh, dh0, dv_new = backward_scan(plan, index, qg_scaled, kg, w, d_o, dv_local, decay, d_final)
     grads = backward_inputs(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_new, d_aqk, dq_raw, rstds)
     return grads, dh0

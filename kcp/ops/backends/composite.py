@@ -43,6 +43,19 @@ def _plan(cu_option, cu, num_tokens, chunk_size):
     return _host_plan(tuple(cu.asnumpy().tolist()), chunk_size)
 
 
+def _stage_plan(opts, cu, num_tokens):
+    plan = _plan(opts.cu_seqlens, cu, num_tokens, opts.chunk_size)
+    return plan, plan.index(cu)
+
+
+def _token_count(opts, x):
+    """Tokens of ``x`` in ``opts.layout``."""
+    layout = opts.layout
+    if layout == "BNSD":
+        return x.shape[2]
+    return x.shape[0] if layout == "TND" else x.shape[1]
+
+
 def _float32(x):
     return ops.cast(x, ms.float32)
 
@@ -65,6 +78,19 @@ def _gate_parameters(opts, a_log, dt_bias):
     return (a_log if opts.has_a_log else None), (dt_bias if opts.has_dt_bias else None)
 
 
+def _tokens(opts, q, k, v, g, beta, a_log, dt_bias, cu):
+    """Inputs as head-major float32 with absent gate parameters None, and the chunk plan: ``(plan, index, inputs)``."""
+    q, k, v = _head_major(opts, q), _head_major(opts, k), _head_major(opts, v)
+    a_log, dt_bias = _gate_parameters(opts, a_log, dt_bias)
+    plan, index = _stage_plan(opts, cu, q.shape[2])
+    return plan, index, (q, k, v, _head_major(opts, g), _head_major(opts, beta), a_log, dt_bias)
+
+
+def _state_shape(opts, q, v, cu):
+    """``(N, Hv, K, V)`` for head-major q and v."""
+    return _num_sequences(opts, q.shape[0], cu), v.shape[1], q.shape[3], v.shape[3]
+
+
 def op_forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
     """Forward of ``chunk_kda``; absent optional inputs are placeholders (``opts.has_*``).
 
@@ -72,23 +98,8 @@ def op_forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
         ``(out, final_state, saved)``: out token-major in v's dtype, final_state float32, saved a tuple of caches for
         :func:`op_backward` (empty when the backward is to recompute them).
     """
-    out, final_state, saved, _ = _forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)
-    out = ops.cast(from_head_major(out, token_major(opts.layout)), v.dtype)
-    return out, transpose_state(final_state, opts.state_v_first), saved if opts.disable_recompute else ()
-
-
-def _forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
-    q, k, v = _head_major(opts, q), _head_major(opts, k), _head_major(opts, v)
-    g, beta = _head_major(opts, g), _head_major(opts, beta)
-    a_log, dt_bias = _gate_parameters(opts, a_log, dt_bias)
-    plan = _plan(opts.cu_seqlens, cu, q.shape[2], opts.chunk_size)
-    index = plan.index(cu)
-    if opts.has_initial_state:
-        h0 = transpose_state(initial_state, opts.state_v_first)
-    else:
-        h0 = ops.zeros((_num_sequences(opts, q.shape[0], cu), v.shape[1], q.shape[3], v.shape[3]), ms.float32)
-    out, final_state, saved = chunks.forward(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, h0)
-    return out, final_state, saved, (plan, index, q, k, v, g, beta, a_log, dt_bias)
+    opened = forward_open(opts, q, k, v, g, beta, a_log, dt_bias, cu)
+    return forward_close(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, opened)
 
 
 def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final):
@@ -97,20 +108,85 @@ def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved
     Returns:
         ``(dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0)`` in the layout, shape and dtype of the inputs; zeros for placeholders.
     """
+    saved, opened = backward_open(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out)
+    return backward_close(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, opened, d_final)
+
+
+# ---- the op opened at its state exchange, for context parallelism: open, exchange summaries, close
+
+
+def forward_open(opts, q, k, v, g, beta, a_log, dt_bias, cu):
+    """What the forward computes before it needs its initial states."""
+    plan, index, (q, k, v, g, beta, a_log, dt_bias) = _tokens(opts, q, k, v, g, beta, a_log, dt_bias, cu)
+    return chunks.forward_open(opts, plan, index, q, k, v, g, beta, a_log, dt_bias)
+
+
+def forward_summary(opts, q, k, v, g, beta, a_log, dt_bias, cu, opened):
+    """Summaries ``[N, Hv, K, V + K]`` = ``[E | M]`` of the local sequences."""
+    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    decay, _, _, w, u, _, kg = opened[:7]
+    return chunks.forward_summary(plan, index, _num_sequences(opts, w.shape[0], cu), kg, w, u, decay)
+
+
+def forward_end(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, opened):
+    """Outgoing states ``[N, Hv, K, V]`` (K-first) of the local sequences for known incoming ones (K-first): E alone from zero."""
+    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    decay, _, _, w, u, _, kg = opened[:7]
+    return chunks.forward_scan(plan, index, kg, w, u, decay, initial_state)[2]
+
+
+def forward_close(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, opened):
+    """The rest of the forward from its initial states; results as :func:`op_forward`."""
+    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    if opts.has_initial_state:
+        h0 = transpose_state(initial_state, opts.state_v_first)
+    else:
+        h0 = ops.zeros(_state_shape(opts, _head_major(opts, q), _head_major(opts, v), cu), ms.float32)
+    out, final_state, saved = chunks.forward_close(plan, index, opened, h0)
+    out = ops.cast(from_head_major(out, token_major(opts.layout)), v.dtype)
+    return out, transpose_state(final_state, opts.state_v_first), saved if opts.disable_recompute else ()
+
+
+def backward_open(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out):
+    """What the backward computes before it needs its final states' gradients: ``(saved, opened)``, saved rebuilt if it is empty."""
+    plan, index, inputs = _tokens(opts, q, k, v, g, beta, a_log, dt_bias, cu)
     if not opts.disable_recompute:
-        saved = _forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)[2]
-    hq, hk, hv = _head_major(opts, q), _head_major(opts, k), _head_major(opts, v)
-    hg, hb = _head_major(opts, g), _head_major(opts, beta)
-    used_a_log, used_dt_bias = _gate_parameters(opts, a_log, dt_bias)
-    plan = _plan(opts.cu_seqlens, cu, hq.shape[2], opts.chunk_size)
-    index = plan.index(cu)
+        q, k, v, g, beta, a_log, dt_bias = inputs
+        caches = chunks.forward_open(opts, plan, index, q, k, v, g, beta, a_log, dt_bias)
+        if opts.has_initial_state:
+            h0 = transpose_state(initial_state, opts.state_v_first)
+        else:
+            h0 = ops.zeros(_state_shape(opts, q, v, cu), ms.float32)
+        saved = chunks.forward_close(plan, index, caches, h0)[2]
     if d_out is None:
-        d_o = ops.zeros(hv.shape, ms.float32)
+        d_o = ops.zeros(inputs[2].shape, ms.float32)
     else:
         d_o = to_head_major(_float32(d_out), token_major(opts.layout))
-    states = (_num_sequences(opts, hq.shape[0], cu), hv.shape[1], hq.shape[3], hv.shape[3])
-    d_state = ops.zeros(states, ms.float32) if d_final is None else transpose_state(d_final, opts.state_v_first)
-    grads, dh0 = chunks.backward(opts, plan, index, hq, hk, hv, hg, hb, used_a_log, used_dt_bias, saved, d_o, d_state)
+    return saved, chunks.backward_open(opts, plan, index, saved, d_o)
+
+
+def backward_summary(opts, q, cu, saved, opened):
+    """Backward summaries ``[N, Hv, K, V + K]`` = ``[dE | dM]`` of the local sequences."""
+    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    decay, _, _, w, qg_scaled, kg = saved[:6]
+    return chunks.backward_summary(plan, index, _num_sequences(opts, w.shape[0], cu), qg_scaled, kg, w, opened[0], opened[2], decay)
+
+
+def backward_end(opts, q, cu, saved, opened, d_final):
+    """Gradients ``[N, Hv, K, V]`` (K-first) that leave towards earlier tokens for known final-state gradients: dE alone from zero."""
+    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    decay, _, _, w, qg_scaled, kg = saved[:6]
+    return chunks.backward_scan(plan, index, qg_scaled, kg, w, opened[0], opened[2], decay, d_final)[1]
+
+
+def backward_close(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, opened, d_final):
+    """The rest of the backward from the final states' gradients; results as :func:`op_backward`."""
+    plan, index, (hq, hk, hv, hg, hb, used_a_log, used_dt_bias) = _tokens(opts, q, k, v, g, beta, a_log, dt_bias, cu)
+    if d_final is None:
+        d_state = ops.zeros(_state_shape(opts, hq, hv, cu), ms.float32)
+    else:
+        d_state = transpose_state(d_final, opts.state_v_first)
+    grads, dh0 = chunks.backward_close(opts, plan, index, hq, hk, hv, hg, hb, used_a_log, used_dt_bias, saved, opened, d_state)
     dq, dk, dv, dbeta, dg, da_log, ddt_bias = grads
     da_log = da_log if opts.has_a_log else a_log - a_log
     ddt_bias = ddt_bias.reshape(dt_bias.shape) if opts.has_dt_bias else dt_bias - dt_bias
@@ -120,11 +196,6 @@ def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved
 
 
 # ---- the nine stages: token-indexed head-major caches in and out (kcp/ops/stages.py documents every argument)
-
-
-def _stage_plan(opts, cu, num_tokens):
-    plan = _plan(opts.cu_seqlens, cu, num_tokens, opts.chunk_size)
-    return plan, plan.index(cu)
 
 
 def _chunk_states(opts, h):

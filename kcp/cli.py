@@ -1,0 +1,207 @@
+"""The command line: ``kcp train``, ``kcp validate``, ``kcp doctor``.
+
+Errors of the user are one line ``kcp: error: ...`` each, exit code 2. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from kcp import __version__
+
+DESCRIPTION = """\
+Trains Kimi Delta Attention models with context parallelism: the tokens of one
+sample are shared by several processes, so a sequence may be longer than one
+device can hold. A run is described by a MindFormers YAML file."""
+
+EXAMPLES = """\
+examples:
+  kcp doctor                               what is installed, which kernels serve
+  kcp validate configs/tiny_cp2.yaml       check a file, start nothing
+  kcp train configs/tiny_cp2.yaml          train: two processes share each sample
+  kcp train configs/tiny_1p.yaml --steps 20 --mode pynative
+"""
+
+TRAIN_EXAMPLES = """\
+The number of processes is data_parallel * context_parallel of the file's
+parallel_config. They are started here, pinned to cores of their own, and ended
+together; the first one that fails is named with its last error lines.
+
+output folder:
+  metrics.jsonl   one line a step: step, loss, grad_norm, tokens_per_second, ...
+  loss.png        the loss curve
+  logs/           worker_N.log of each process, scheduler.log, msrun.log
+
+examples:
+  kcp train configs/tiny_1p.yaml                   one process
+  kcp train configs/tiny_cp2.yaml                  two processes on this machine
+  kcp train configs/tiny_cp2.yaml --steps 20       stop after 20 steps
+
+several machines (the same command on each, with its own --node-rank):
+  kcp train CONFIG --worker-num 16 --local-worker-num 8 \\
+      --master-addr ADDRESS --master-port 8118 --node-rank 0
+"""
+
+VALIDATE_EXAMPLES = """\
+Checks sizes, degrees, strategy, precision, data and device settings without
+MindSpore; files for NPUs can be checked on any machine. Every problem is one
+line: key = value: what is allowed.
+
+examples:
+  kcp validate configs/tiny_cp2.yaml
+  kcp validate configs/kimi_linear_48b_npu.yaml --world-size 16
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"kcp: error: {message} (see: {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: command line without the program's name; by default this process's.
+
+    Returns:
+        Exit code: 0 done, 1 the run failed, 2 wrong input, 130 interrupted.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        return options.command(options)
+    except KeyboardInterrupt:
+        print("kcp: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left (as in `kcp doctor | head`); Python must not complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _train(options: argparse.Namespace) -> int:
+    from kcp.config import ConfigError, load_run_config
+    from kcp.data.text import DataError, check_sources
+    from kcp.launch import LaunchError, LaunchOptions, launch
+
+    try:
+        run = load_run_config(options.config, options.workers)
+        if run.data.dataset_dir:
+            check_sources(run.data.dataset_dir)
+        output_dir = Path(options.output_dir or run.training.output_dir)
+        launch_options = LaunchOptions(
+            workers=run.world_size,
+            log_dir=output_dir / "logs",
+            local_workers=options.local_worker_num,
+            master_addr=options.master_addr,
+            master_port=options.master_port,
+            node_rank=options.node_rank,
+            pin=options.pin,
+            bind_devices=options.pin and run.training.device_target == "Ascend",
+            verbose=options.verbose,
+        )
+        arguments = [str(Path(options.config).resolve()), "--output-dir", str(output_dir)]
+        if options.mode:
+            arguments += ["--mode", options.mode]
+        if options.steps:
+            arguments += ["--steps", str(options.steps)]
+        if launch_options.node_rank == 0:
+            print(f"kcp: {_summary(run)}; logs: {launch_options.log_dir}", flush=True)
+        return launch(["kcp.train", *arguments], launch_options)
+    except ConfigError as error:
+        return _refuse(error.problems)
+    except (DataError, LaunchError) as error:
+        return _refuse([str(error)])
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from kcp.config import ConfigError, load_run_config
+
+    try:
+        run = load_run_config(options.config, options.world_size)
+    except ConfigError as error:
+        return _refuse(error.problems)
+    print(f"kcp: {options.config} is valid: {_summary(run)}")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from kcp.doctor import report
+
+    return report()
+
+
+def _summary(run) -> str:
+    """A run in a line."""
+    parallel, model = run.parallel, run.model
+    workers = f"{run.world_size} worker" + ("s" if run.world_size > 1 else "")
+    degrees = f"data_parallel {parallel.data_parallel} x context_parallel {parallel.context_parallel}"
+    strategy = f", {model.kda_cp_strategy}" if parallel.context_parallel > 1 else ""
+    tokens = f"{model.seq_length} tokens a sample, {run.local_seq_length} a worker"
+    return f"{workers} on {run.training.device_target} ({degrees}{strategy}), {tokens}"
+
+
+def _refuse(lines: Sequence[str]) -> int:
+    for line in lines:
+        print(f"kcp: error: {line}", file=sys.stderr)
+    return 2
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: an integer >= 1 is needed")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = _Parser(prog="kcp", description=DESCRIPTION, epilog=EXAMPLES, **style)
+    parser.add_argument("--version", action="version", version=f"kcp {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    train = commands.add_parser("train", help="train from a YAML file", epilog=TRAIN_EXAMPLES, **style)
+    train.add_argument("config", metavar="CONFIG", help="MindFormers YAML file")
+    train.add_argument(
+        "--workers",
+        "--worker-num",
+        dest="workers",
+        type=_positive,
+        metavar="N",
+        help="processes of the whole run; must be data_parallel * context_parallel of CONFIG (default)",
+    )
+    train.add_argument("--output-dir", metavar="DIR", help="folder for results (default: output_dir of CONFIG)")
+    train.add_argument("--mode", choices=("graph", "pynative"), help="execution mode (default: context.mode of CONFIG)")
+    train.add_argument("--steps", type=_positive, metavar="N", help="stop after N steps")
+    train.add_argument("--no-pin", dest="pin", action="store_false", help="do not give each process cores of its own")
+    train.add_argument("--verbose", action="store_true", help="show all of rank 0's output, not only its progress")
+    nodes = train.add_argument_group("several machines")
+    nodes.add_argument("--local-worker-num", type=_positive, metavar="N", help="processes on this machine")
+    nodes.add_argument("--master-addr", default="127.0.0.1", metavar="ADDRESS", help="address of machine 0")
+    nodes.add_argument("--master-port", type=_positive, metavar="PORT", help="its port (default here: a free one)")
+    nodes.add_argument("--node-rank", type=int, default=0, metavar="N", help="number of this machine, from 0")
+    train.set_defaults(command=_train)
+
+    validate = commands.add_parser("validate", help="check a YAML file", epilog=VALIDATE_EXAMPLES, **style)
+    validate.add_argument("config", metavar="CONFIG", help="MindFormers YAML file")
+    validate.add_argument("--world-size", type=_positive, metavar="N", help="processes that a launch would provide")
+    validate.set_defaults(command=_validate)
+
+    doctor = commands.add_parser("doctor", help="versions, devices, and which backend serves which stage", **style)
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Rules between the values of a configuration: what kcp, its operator or the device can't do is refused here.
+
+Each rule is one sentence of the design: degrees divide, heads allow the strategy, the device has the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kcp.config_fields import Problems, Section
+
+if TYPE_CHECKING:
+    from kcp.config import RunConfig
+
+LOADER = "KcpTextDataset"
+WRAPPER = "KcpTrainOneStepCell"
+COLUMNS = ("input_ids", "labels", "loss_mask", "cu_seqlens")
+BYTE_VOCABULARY = 259
+HARMLESS_MODEL_KEYS = (
+    "model_type architectures pad_token_id bos_token_id eos_token_id num_attention_heads num_key_value_heads head_dim "
+    "max_position_embeddings model_max_length use_cache pretraining_tp output_router_logits transformers_version dtype "
+    "layernorm_compute_dtype softmax_compute_dtype rotary_dtype input_sliced_sig hidden_act attention_bias "
+    "attention_dropout hidden_dropout mlp_layer_types offset"
+).split()
+_FIXED_MODEL_VALUES = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attention_dropout": (0.0,),
+    "hidden_dropout": (0.0,),
+}
+_MOE_KEYS = (
+    "num_experts num_experts_per_token num_shared_experts moe_intermediate_size moe_renormalize num_expert_group "
+    "topk_group routed_scaling_factor first_k_dense_replace"
+).split()
+_MLA_KEYS = "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
+
+
+def check_unsupported_model_keys(section: Section) -> None:
+    """Refuse model keys that ask for layers this release does not have, and values it can't honour."""
+    for keys, what in ((_MOE_KEYS, "mixture-of-experts layers"), (_MLA_KEYS, "MLA (softmax attention) layers")):
+        for key in keys:
+            value = section.anything(key)
+            if value not in (None, 0, False):
+                line = f"{what} are not in this release; leave the key out (linear_attention and dense MLP are)"
+                section.problems.add(section.name(key), value, line)
+    for key, allowed in _FIXED_MODEL_VALUES.items():
+        value = section.anything(key, allowed[0])
+        if value not in allowed:
+            section.problems.add(section.name(key), value, f"only {allowed[0]} is supported")
+    kinds, layers = section.anything("mlp_layer_types", []), section.anything("num_hidden_layers", 0)
+    if not isinstance(kinds, list) or any(kind != "dense" for kind in kinds):
+        section.problems.add(section.name("mlp_layer_types"), kinds, "only 'dense' is supported in this release")
+    elif kinds and len(kinds) != layers:
+        allowed = f"{layers} entries are needed (num_hidden_layers)"
+        section.problems.add(section.name("mlp_layer_types"), f"{len(kinds)} entries", allowed)
+
+
+def check(run: RunConfig, top: Section, problems: Problems, world_size: int | None) -> None:
+    """Apply every rule to a configuration whose single values are typed already."""
+    _check_model(run, problems)
+    _check_parallel(run, problems, world_size)
+    _check_strategy(run, problems)
+    _check_data(run, top, problems)
+    _check_device(run, top, problems)
+    _check_wrapper(top.section("runner_wrapper"))
+
+
+def _check_model(run: RunConfig, problems: Problems) -> None:
+    model, at = run.model, "model.model_config."
+    if len(model.layer_types) != model.num_hidden_layers:
+        allowed = f"{model.num_hidden_layers} entries are needed (num_hidden_layers)"
+        problems.add(at + "layer_types", f"{len(model.layer_types)} entries", allowed)
+    for kind in sorted(set(model.layer_types) - {"linear_attention"}):
+        problems.add(at + "layer_types", kind, "only 'linear_attention' (KDA) layers are supported in this release")
+    if model.linear_num_value_heads % model.linear_num_heads:
+        allowed = f"a multiple of linear_num_heads = {model.linear_num_heads} is needed"
+        problems.add(at + "linear_num_value_heads", model.linear_num_value_heads, allowed)
+    if not -5.0 <= model.kda_lower_bound < 0.0:
+        problems.add(at + "kda_lower_bound", model.kda_lower_bound, "a number in [-5, 0) is needed")
+
+
+def _check_parallel(run: RunConfig, problems: Problems, world_size: int | None) -> None:
+    parallel, at = run.parallel, "parallel_config."
+    for key in ("model_parallel", "pipeline_stage"):
+        if getattr(parallel, key) != 1:
+            problems.add(at + key, getattr(parallel, key), "only 1 is supported; use data_parallel, context_parallel")
+    needed = parallel.world_size
+    if world_size is None or world_size == needed:
+        return
+    product = f"data_parallel * context_parallel = {parallel.data_parallel} * {parallel.context_parallel} = {needed}"
+    if world_size == 1:
+        key = "context_parallel" if parallel.context_parallel > 1 else "data_parallel"
+        hint = f"{product} workers are needed but this launch provides 1; start it with: kcp train {run.path}"
+    else:
+        key = "context_parallel" if world_size % parallel.context_parallel else "data_parallel"
+        hint = f"{product} workers are needed but this launch provides {world_size}"
+    problems.add(at + key, getattr(parallel, key), hint)
+
+
+def _check_strategy(run: RunConfig, problems: Problems) -> None:
+    model, cp, at = run.model, run.parallel.context_parallel, "model.model_config."
+    if cp == 1:
+        return
+    if model.kda_cp_strategy == "none":
+        allowed = f"ulysses or state_scan is needed with parallel_config.context_parallel = {cp}"
+        problems.add(at + "kda_cp_strategy", model.kda_cp_strategy, allowed)
+    if model.kda_cp_strategy == "ulysses":
+        for key in ("linear_num_heads", "linear_num_value_heads"):
+            heads = getattr(model, key)
+            if heads % cp and not (key == "linear_num_value_heads" and heads == model.linear_num_heads):
+                allowed = f"ulysses needs a multiple of parallel_config.context_parallel = {cp}; or use state_scan"
+                problems.add(at + key, heads, allowed)
+    if model.seq_length % cp:
+        allowed = f"a multiple of parallel_config.context_parallel = {cp} is needed"
+        problems.add(at + "seq_length", model.seq_length, allowed)
+
+
+def _check_data(run: RunConfig, top: Section, problems: Problems) -> None:
+    if run.data.loader != LOADER:
+        return
+    dataset = top.section("train_dataset")
+    loader = dataset.section("data_loader")
+    for key, expected, source in (
+        ("seq_length", run.model.seq_length, "model.model_config.seq_length"),
+        ("context_parallel", run.parallel.context_parallel, "parallel_config.context_parallel"),
+    ):
+        value = loader.anything(key, expected)
+        if value != expected:
+            problems.add(loader.name(key), value, f"{source} = {expected} is needed")
+    if run.data.dataset_dir == ():
+        problems.add(loader.name("dataset_dir"), [], "'stdlib', a file, a folder or a list of them is needed")
+    if run.model.vocab_size < BYTE_VOCABULARY:
+        allowed = f"the byte tokenizer needs at least {BYTE_VOCABULARY} (256 bytes, pad, bos, eos)"
+        problems.add("model.model_config.vocab_size", run.model.vocab_size, allowed)
+    columns = dataset.anything("input_columns", list(COLUMNS))
+    if not isinstance(columns, list) or columns != list(COLUMNS):
+        problems.add("train_dataset.input_columns", columns, f"[{', '.join(COLUMNS)}] is needed")
+
+
+def _check_device(run: RunConfig, top: Section, problems: Problems) -> None:
+    training, model = run.training, run.model
+    if training.gradient_accumulation_steps != 1:
+        allowed = "1 is needed: MindFormers honours it in semi-auto mode only; raise batch_size or data_parallel"
+        problems.add("runner_config.gradient_accumulation_steps", training.gradient_accumulation_steps, allowed)
+    if training.parallel_mode != 0:
+        given = top.section("parallel").anything("parallel_mode", "(not given, MindFormers takes 1)")
+        problems.add("parallel.parallel_mode", given, "0 is needed: kcp slices samples and reduces gradients")
+    parallel = run.world_size > 1
+    if top.boolean("use_parallel", False) != parallel:
+        allowed = f"{parallel} is needed with data_parallel * context_parallel = {run.world_size}"
+        problems.add("use_parallel", top.anything("use_parallel", False), allowed)
+    if top.boolean("use_legacy", True):
+        problems.add("use_legacy", top.anything("use_legacy", True), "False is needed: kcp's model is not a legacy one")
+    if training.device_target == "CPU":
+        if training.sink_mode:
+            given = top.section("runner_config").anything("sink_mode", "(not given, MindFormers takes True)")
+            problems.add("runner_config.sink_mode", given, "False is needed on CPU")
+        if model.compute_dtype != "float32":
+            allowed = "float32 is needed on CPU: most of MindSpore's CPU kernels have no 16-bit version"
+            problems.add("model.model_config.compute_dtype", model.compute_dtype, allowed)
+
+
+def _check_wrapper(section: Section) -> None:
+    """The one-step wrapper that reduces the gradients; MindFormers' own ones would do it twice or never."""
+    if not section.present:
+        return
+    if section.anything("type") != WRAPPER:
+        allowed = f"{WRAPPER} is needed: it reduces and checks the gradients"
+        section.problems.add(section.name("type"), section.anything("type"), allowed)
+        return
+    section.boolean("use_clip_grad", True)
+    section.number("max_grad_norm", 1.0, above=0.0)
+    section.integer("max_skipped_steps", 10)
+    if section.number("scale_sense", 1.0) != 1.0:
+        allowed = "1.0 is needed: float32 and bfloat16 need no loss scaling"
+        section.problems.add(section.name("scale_sense"), section.anything("scale_sense"), allowed)
+    section.refuse_unknown(())

@@ -1,0 +1,70 @@
+"""The data loader that MindFormers builds from ``train_dataset.data_loader``; importing this module registers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import dataset as ds
+
+from kcp.config_checks import COLUMNS
+from kcp.data.packing import EpochView, PackedSamples
+from kcp.data.text import STDLIB, TextCorpus
+
+
+@MindFormerRegister.register(MindFormerModuleType.DATASET_LOADER)
+class KcpTextDataset:
+    """Packed text for `CausalLanguageModelDataset`: each context parallel group reads the same samples.
+
+    Args:
+        dataset_dir: "stdlib", a file, a folder, or a list of them; None is "stdlib".
+        seq_length: T, tokens of a whole sample (a rank takes its slice in the model).
+        context_parallel: ranks that read the same sample. Ranks r with equal r // context_parallel are one group.
+        seed, shuffle, num_samples, max_documents: see `PackedSamples`.
+        column_names: the columns, given by MindFormers from `input_columns`.
+        num_shards: number of workers, given by MindFormers; None is 1.
+        shard_id: rank, given by MindFormers; None is 0.
+        python_multiprocessing, num_parallel_workers, batch_size: given by MindFormers; without effect, one thread reads
+            the samples in order.
+
+    Returns:
+        A MindSpore dataset of single samples: input_ids int32 [T], labels int32 [T] (shifted, -100 on padding),
+        loss_mask float32 [T], cu_seqlens int32 [max_documents + 1].
+
+    Raises:
+        ValueError: an argument does not fit; `DataError` when the text can't be read.
+    """
+
+    def __new__(
+        cls,
+        dataset_dir: str | Sequence[str] | None = None,
+        seq_length: int = 512,
+        context_parallel: int = 1,
+        seed: int = 42,
+        shuffle: bool = True,
+        num_samples: int = 0,
+        max_documents: int = 64,
+        column_names: Sequence[str] = COLUMNS,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+        python_multiprocessing: bool = False,
+        num_parallel_workers: int = 1,
+        batch_size: int = 1,
+    ) -> Any:
+        if tuple(column_names) != COLUMNS:
+            raise ValueError(f"train_dataset.input_columns = {list(column_names)}: {list(COLUMNS)} is needed")
+        workers, rank = num_shards or 1, shard_id or 0
+        if context_parallel < 1 or workers % context_parallel:
+            raise ValueError(f"context_parallel = {context_parallel}: a divisor of the {workers} workers is needed")
+        corpus = TextCorpus(dataset_dir if dataset_dir is not None else STDLIB)
+        samples = PackedSamples(
+            corpus.documents,
+            seq_length,
+            max_documents=max_documents,
+            seed=seed,
+            shuffle=shuffle,
+            num_samples=num_samples,
+        )
+        view = EpochView(samples, workers // context_parallel, rank // context_parallel)
+        return ds.GeneratorDataset(view, list(COLUMNS), shuffle=False, num_parallel_workers=1, python_multiprocessing=False)

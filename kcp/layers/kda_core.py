@@ -1,0 +1,251 @@
+"""KdaCore: chunk_kda over sequences that are sliced among the ranks of a CP group; wires the strategies."""
+
+import itertools
+import weakref
+from dataclasses import dataclass
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops import constexpr
+
+from kcp.ops import backends
+from kcp.ops.chunk_kda import boundaries_of, check_boundary_info, chunk_kda, resolve_scale
+from kcp.ops.options import (
+    KdaOptions,
+    check_choice,
+    check_chunk_size,
+    check_cu_seqlens,
+    check_flag,
+    check_inputs,
+    check_lower_bound,
+    describe,
+)
+from kcp.parallel.gradients import REDUCE_CHOICES
+from kcp.parallel.group import CpGroup
+from kcp.parallel.state_scan import StateScan
+from kcp.parallel.ulysses import Ulysses, check_heads
+
+STRATEGIES = ("none", "ulysses", "state_scan")
+
+
+@dataclass(frozen=True)
+class KdaCoreConfig:
+    """Configuration of :class:`KdaCore`.
+
+    Attributes:
+        num_heads: key heads Hk.
+        num_v_heads: value heads Hv, a multiple of Hk; None: Hk.
+        head_dim: key width K <= 256.
+        v_head_dim: value width V <= 256; None: K.
+        strategy: ``"none"`` (one rank), ``"ulysses"`` or ``"state_scan"``.
+        scale: factor of the scores; None: K^-1/2.
+        safe_gate, lower_bound, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, epsilon,
+        chunk_size, disable_recompute, state_v_first: as in :func:`kcp.ops.chunk_kda`.
+        keep_transitions: state_scan keeps the gathered M of the forward, so that its backward exchanges and computes dE alone.
+        reduce_replicated_grads: who sums the gradients of a_log and dt_bias over the group, ``"trainer"`` or ``"kcp"``.
+    """
+
+    num_heads: int
+    num_v_heads: int | None = None
+    head_dim: int = 128
+    v_head_dim: int | None = None
+    strategy: str = "none"
+    scale: float | None = None
+    safe_gate: bool = False
+    lower_bound: float = -5.0
+    use_gate_in_kernel: bool = True
+    use_qk_l2norm_in_kernel: bool = True
+    use_beta_sigmoid_in_kernel: bool = True
+    allow_neg_eigval: bool = False
+    epsilon: float = 1e-6
+    chunk_size: int = 64
+    disable_recompute: bool = True
+    state_v_first: bool = False
+    keep_transitions: bool = True
+    reduce_replicated_grads: str = "trainer"
+
+    def __post_init__(self):
+        if self.num_v_heads is None:
+            object.__setattr__(self, "num_v_heads", self.num_heads)
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for name, limit in (("num_heads", None), ("num_v_heads", None), ("head_dim", 256), ("v_head_dim", 256)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (limit is not None and value > limit):
+                raise ValueError(f"{name} is {value!r}; allowed: an integer >= 1" + ("" if limit is None else f" and <= {limit}"))
+        if self.num_v_heads % self.num_heads:
+            raise ValueError(f"num_v_heads is {self.num_v_heads}; allowed: a multiple of num_heads={self.num_heads}")
+        check_choice("strategy", self.strategy, STRATEGIES)
+        check_choice("reduce_replicated_grads", self.reduce_replicated_grads, REDUCE_CHOICES)
+        check_chunk_size(self.chunk_size)
+        check_lower_bound(self.lower_bound)
+        check_flag("keep_transitions", self.keep_transitions)
+
+
+_numbers = itertools.count()
+_cores: "weakref.WeakValueDictionary[int, KdaCore]" = weakref.WeakValueDictionary()  # graph code names a core by its number
+
+
+class StrategyCell(nn.Cell):
+    """A strategy with its options fixed, as one differentiable Cell; ``forward``/``backward`` are its explicit halves.
+
+    Inputs are those of :class:`KdaCore` in order, with placeholders for what is absent.
+    """
+
+    def __init__(self, strategy, output_final_state: bool):
+        super().__init__(auto_prefix=False)
+        self.strategy = strategy
+        self.output_final_state = output_final_state
+
+    def construct(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
+        out, final_state, saved = self.strategy.forward(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, self.output_final_state)
+        return (out, final_state) + saved
+
+    def bprop(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out, dout):
+        grads = self.strategy.backward(
+            q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out[2:], dout[0], dout[1], self.output_final_state
+        )
+        return grads + (cu - cu,)
+
+
+@constexpr(check=False)
+def _strategy_cell(number, tensors, host, boundaries, output_final_state):
+    return _cores[number].strategy_cell(tensors, host, boundaries, output_final_state)
+
+
+class KdaCore(nn.Cell):
+    """Kimi Delta Attention over this rank's slice of every sequence.
+
+    Args:
+        config: a :class:`KdaCoreConfig`.
+        group: the ranks that share every sequence; None: one rank.
+
+    Inputs:
+        - query, key ``[B, T_local, Hk, K]``, value ``[B, T_local, Hv, V]``, gate ``[B, T_local, Hv, K]``, beta ``[B, T_local, Hv]``: this
+          rank's tokens.
+        - a_log ``[Hv]``, dt_bias ``[Hv, K]`` or ``[Hv*K]``, float32 or None: replicated on every rank.
+        - initial_state ``[N, Hv, K, V]`` float32 or None, the same on every rank.
+        - cu_seqlens: global boundaries of a pack (B = 1), host integers or a padded int32 Tensor, with ``none`` and ``ulysses``.
+        - output_final_state: return the state after the last token of the whole sequence.
+
+    Outputs:
+        ``(out [B, T_local, Hv, V], final_state [N, Hv, K, V] or None)``; the final state is the same on every rank.
+
+    Gradients:
+        Token gradients are this rank's; initial_state's is whole on every rank; a_log's and dt_bias's are partial sums for the trainer to
+        add up, or whole with ``reduce_replicated_grads="kcp"``; the final state's incoming gradient is summed over the ranks.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it got and what is allowed.
+
+    Source: section 6 of the Hyper-Parallel document.
+    """
+
+    def __init__(self, config: KdaCoreConfig, group: CpGroup | None = None):
+        super().__init__()
+        group = CpGroup.single() if group is None else group
+        if config.strategy == "none" and group.size > 1:
+            raise ValueError(f"strategy is 'none' with a group of {group.size} ranks; allowed: 'ulysses' or 'state_scan'")
+        if config.strategy == "ulysses":
+            check_heads(group.size, num_heads=config.num_heads, num_v_heads=config.num_v_heads)
+        self.config = config
+        self.group = group
+        self.distributed = group.size > 1
+        self.number = next(_numbers)
+        _cores[self.number] = self
+
+    def construct(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gate: Tensor,
+        beta: Tensor,
+        a_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        cu_seqlens=None,
+        output_final_state: bool = True,
+    ):
+        if not self.distributed:
+            c = self.config
+            return chunk_kda(
+                query, key, value, gate, beta, c.scale, c.chunk_size,
+                layout="BSND", output_final_state=output_final_state, safe_gate=c.safe_gate, lower_bound=c.lower_bound,
+                use_gate_in_kernel=c.use_gate_in_kernel, a_log=a_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens,
+                initial_state=initial_state, disable_recompute=c.disable_recompute, state_v_first=c.state_v_first, epsilon=c.epsilon,
+                use_qk_l2norm_in_kernel=c.use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=c.use_beta_sigmoid_in_kernel,
+                allow_neg_eigval=c.allow_neg_eigval,
+            )  # fmt: skip
+        return self._distributed(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
+
+    def _distributed(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state):
+        host, boundaries = boundaries_of(cu_seqlens)
+        infos = (
+            describe(q),
+            describe(k),
+            describe(v),
+            describe(g),
+            describe(beta),
+            describe(a_log),
+            describe(dt_bias),
+            describe(initial_state),
+        )
+        cell = _strategy_cell(self.number, infos, host, describe(boundaries), output_final_state)
+        none = ops.zeros((1,), ms.float32)
+        results = cell(
+            q, k, v, g, beta,
+            none if a_log is None else a_log,
+            none if dt_bias is None else dt_bias,
+            none if initial_state is None else initial_state,
+            none if boundaries is None else boundaries,
+        )  # fmt: skip
+        return results[0], results[1] if output_final_state else None
+
+    def strategy_cell(self, tensors: tuple, host, boundaries, output_final_state: bool) -> StrategyCell:
+        """The strategy for inputs with these ``(shape, dtype)`` (None: absent), after checking them."""
+        cell = StrategyCell(self._strategy(tensors, host, boundaries), output_final_state)
+        return cell
+
+    def _strategy(self, tensors, host, boundaries):
+        c, group = self.config, self.group
+        q, k, v, g, beta, a_log, dt_bias, initial_state = tensors
+        num_sequences = len(host) - 1 if host is not None else None
+        if boundaries is not None:
+            num_sequences = check_boundary_info(boundaries)
+        sizes = check_inputs("BSND", q, k, v, g, beta, a_log, dt_bias, initial_state, c.state_v_first, num_sequences)
+        for name, axis, expected in (
+            ("query", "Hk", c.num_heads), ("value", "Hv", c.num_v_heads), ("query", "K", c.head_dim), ("value", "V", c.v_head_dim),
+        ):  # fmt: skip
+            if sizes[axis] != expected:
+                raise ValueError(f"{name} has {axis}={sizes[axis]}; allowed: {expected}, as configured")
+        lengths = group.lengths(sizes["T"])
+        if lengths[group.rank] != sizes["T"]:
+            raise ValueError(f"query has {sizes['T']} tokens; allowed: {lengths[group.rank]}, the slice of rank {group.rank}")
+        packed = num_sequences is not None
+        if packed and c.strategy != "ulysses":
+            raise ValueError(f"cu_seqlens is given with strategy {c.strategy!r} over {group.size} ranks; allowed: 'ulysses', or None")
+        if host is not None:
+            check_cu_seqlens(host, sum(lengths))
+        opts = KdaOptions(
+            scale=resolve_scale(c.scale, c.head_dim),
+            chunk_size=c.chunk_size,
+            layout="BSND",
+            safe_gate=c.safe_gate,
+            lower_bound=c.lower_bound,
+            use_gate_in_kernel=c.use_gate_in_kernel,
+            has_a_log=a_log is not None,
+            has_dt_bias=dt_bias is not None,
+            has_initial_state=initial_state is not None or c.strategy == "state_scan",
+            cu_seqlens="tensor" if boundaries is not None else host,
+            disable_recompute=c.disable_recompute,
+            state_v_first=c.state_v_first,
+            epsilon=c.epsilon,
+            use_qk_l2norm_in_kernel=c.use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=c.use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=c.allow_neg_eigval,
+        )
+        backend = backends.select("chunk_kda")
+        if c.strategy == "ulysses":
+            return Ulysses(opts, backend, group, c.reduce_replicated_grads)
+        return StateScan(opts, backend, group, c.reduce_replicated_grads, initial_state is not None, c.keep_transitions)

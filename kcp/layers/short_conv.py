@@ -1,0 +1,81 @@
+"""Causal depthwise convolution of a few taps over a sliced sequence (Kimi Linear report: ShortConv before q, k and v).
+
+y_t = silu(bias + sum_d weight[:, size-1-d] x_{t-d}),  d = 0 .. size-1;  x before a document's start is zero
+"""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.ops import constexpr
+
+from kcp.ops.numerics import silu
+from kcp.parallel.halo import Halo
+
+
+@constexpr
+def _positions(begin: int, end: int) -> Tensor:
+    return Tensor(np.arange(begin, end)[:, None], ms.int32)
+
+
+@constexpr
+def _as_boundaries(cu_seqlens) -> Tensor:
+    return Tensor(np.asarray(cu_seqlens), ms.int32)
+
+
+def tokens_into_document(begin: int, end: int, cu_seqlens) -> Tensor:
+    """How many tokens of its own document precede each of the tokens ``begin .. end-1``: ``[T_local]`` int32.
+
+    Args:
+        begin, end: global positions of this rank's slice.
+        cu_seqlens: global boundaries, host integers or int32 Tensor ``[N+1]``.
+    """
+    boundaries = cu_seqlens if isinstance(cu_seqlens, Tensor) else _as_boundaries(cu_seqlens)
+    position = _positions(begin, end)
+    gaps = position - ops.expand_dims(boundaries, 0)  # >= 0 for boundaries at or before the token
+    return ops.select(gaps >= 0, gaps, gaps * 0 + end).min(1)
+
+
+class ShortConv(nn.Cell):
+    """The convolution and its silu; weights are handed in, so that q, k and v share one halo exchange.
+
+    Args:
+        group: the ranks that share a sequence.
+        size: number of taps.
+
+    Inputs:
+        x ``[B, T_local, D]``; weight ``[D, 1, size]`` float32, newest tap last; bias ``[D]`` or None; cu_seqlens: global boundaries
+        of packed documents (B = 1), or None.
+
+    Outputs:
+        ``[B, T_local, D]``, the dtype of x.
+    """
+
+    def __init__(self, group, size: int):
+        super().__init__(auto_prefix=False)
+        if size < 1:
+            raise ValueError(f"size is {size}; allowed: at least 1 tap")
+        self.group = group
+        self.size = size
+        self.halo = Halo(group, size - 1)
+
+    def construct(self, x, weight, bias=None, cu_seqlens=None):
+        num_tokens = x.shape[1]
+        dtype = x.dtype
+        x = ops.cast(x, ms.float32)
+        taps = weight.reshape(weight.shape[0], self.size)
+        y = x * taps[:, self.size - 1]
+        if self.size > 1:
+            extended = ops.concat((self.halo(x), x), 1)
+            into = None
+            if cu_seqlens is not None:
+                lengths = self.group.lengths(num_tokens)
+                begin = sum(lengths[: self.group.rank])
+                into = tokens_into_document(begin, begin + num_tokens, cu_seqlens).reshape(1, num_tokens, 1)
+            for d in range(1, self.size):
+                earlier = extended[:, self.size - 1 - d : self.size - 1 - d + num_tokens]
+                if into is not None:
+                    earlier = earlier * ops.cast(into >= d, ms.float32)
+                y = y + earlier * taps[:, self.size - 1 - d]
+        if bias is not None:
+            y = y + bias
+        return ops.cast(silu(y), dtype)

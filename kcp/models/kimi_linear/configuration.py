@@ -1,0 +1,125 @@
+"""Configuration of Kimi-Linear, keys in the spelling of transformers 5 plus kcp's own (``kda_*``)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindformers.models.configuration_utils import PretrainedConfig
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def _refuse(key: str, value: Any, allowed: str) -> None:
+    raise ValueError(f"{key}: {value!r} is not supported; {allowed}")
+
+
+@MindFormerRegister.register(MindFormerModuleType.CONFIG, legacy=False, search_names="kimi_linear")
+class KimiLinearConfig(PretrainedConfig):
+    """Sizes and options of a Kimi-Linear model.
+
+    Args:
+        vocab_size: Number of token ids.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width inside the SwiGLU feed-forward.
+        num_hidden_layers: Number of decoder layers.
+        layer_types: One of ``"linear_attention"`` per layer; None means all of them. Nothing else is supported yet.
+        mlp_layer_types: ``"dense"`` per layer; None means all of them. Nothing else is supported yet.
+        linear_num_heads: Query and key heads of KDA.
+        linear_num_value_heads: Value heads of KDA, a multiple of ``linear_num_heads``; None means equal.
+        linear_head_dim: Size of a query or key head.
+        linear_value_head_dim: Size of a value head; None means ``linear_head_dim``.
+        linear_conv_kernel_dim: Taps of the short convolutions.
+        rms_norm_eps: Added to the mean square in every norm.
+        initializer_range: Standard deviation that the weights start from.
+        tie_word_embeddings: Whether the output projection is the embedding table.
+        seq_length: Tokens of a training sample, over all context-parallel ranks.
+        compute_dtype: Dtype of activations; parameters are float32.
+        kda_cp_strategy: ``none``, ``ulysses`` or ``state_scan``: how KDA crosses the ranks.
+        kda_disable_recompute: True keeps the chunk caches for the backward; False computes them again.
+        kda_safe_gate: True for the lower-bound gate, False for the softplus gate.
+        kda_lower_bound: Lower bound of the log decay with ``kda_safe_gate``, in [-5, 0).
+        kda_allow_neg_eigval: Whether beta reaches 2.
+        kda_chunk_size: Tokens of a chunk: 16, 32 or 64.
+        context_parallel_size: Ranks that share a sample. ``kcp.train`` sets it from
+            ``parallel_config.context_parallel``.
+
+    Raises:
+        ValueError: A layer type or an option that this release does not have.
+    """
+
+    model_type = "kimi_linear"
+
+    def __init__(
+        self,
+        vocab_size: int = 163840,
+        hidden_size: int = 2304,
+        intermediate_size: int = 9216,
+        num_hidden_layers: int = 27,
+        layer_types: Sequence[str] | None = None,
+        mlp_layer_types: Sequence[str] | None = None,
+        linear_num_heads: int = 32,
+        linear_num_value_heads: int | None = None,
+        linear_head_dim: int = 128,
+        linear_value_head_dim: int | None = None,
+        linear_conv_kernel_dim: int = 4,
+        rms_norm_eps: float = 1e-5,
+        initializer_range: float = 0.02,
+        tie_word_embeddings: bool = False,
+        seq_length: int = 4096,
+        compute_dtype: str = "float32",
+        kda_cp_strategy: str = "none",
+        kda_disable_recompute: bool = True,
+        kda_safe_gate: bool = False,
+        kda_lower_bound: float = -5.0,
+        kda_allow_neg_eigval: bool = False,
+        kda_chunk_size: int = 64,
+        context_parallel_size: int = 1,
+        **kwargs: Any,
+    ):
+        kwargs.setdefault("architectures", ["KimiLinearForCausalLM"])
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.layer_types = list(layer_types or ["linear_attention"] * num_hidden_layers)
+        self.mlp_layer_types = list(mlp_layer_types or ["dense"] * num_hidden_layers)
+        self.linear_num_heads = linear_num_heads
+        self.linear_num_value_heads = linear_num_value_heads or linear_num_heads
+        self.linear_head_dim = linear_head_dim
+        self.linear_value_head_dim = linear_value_head_dim or linear_head_dim
+        self.linear_conv_kernel_dim = linear_conv_kernel_dim
+        self.rms_norm_eps = rms_norm_eps
+        self.initializer_range = initializer_range
+        self.seq_length = seq_length
+        self.compute_dtype = compute_dtype
+        self.kda_cp_strategy = kda_cp_strategy
+        self.kda_disable_recompute = kda_disable_recompute
+        self.kda_safe_gate = kda_safe_gate
+        self.kda_lower_bound = kda_lower_bound
+        self.kda_allow_neg_eigval = kda_allow_neg_eigval
+        self.kda_chunk_size = kda_chunk_size
+        self.context_parallel_size = context_parallel_size
+        self._check(mlp_layer_types, kwargs.get("num_experts"))
+
+    def _check(self, mlp_layer_types: Sequence[str] | None, num_experts: int | None) -> None:
+        for key, layers, only in (
+            ("layer_types", self.layer_types, "linear_attention"),
+            ("mlp_layer_types", self.mlp_layer_types, "dense"),
+        ):
+            if len(layers) != self.num_hidden_layers:
+                allowed = f"num_hidden_layers = {self.num_hidden_layers} entries are needed"
+                _refuse(key, layers, allowed)
+            for layer, kind in enumerate(layers):
+                if kind != only:
+                    _refuse(f"{key}[{layer}]", kind, f"only {only!r} layers are in this release")
+        if num_experts and mlp_layer_types is None:
+            _refuse("num_experts", num_experts, "only dense feed-forward layers are in this release")
+        if self.compute_dtype not in _DTYPES:
+            _refuse("compute_dtype", self.compute_dtype, f"one of {', '.join(_DTYPES)} is needed")
+        if self.context_parallel_size > 1 and self.kda_cp_strategy == "none":
+            allowed = f"ulysses or state_scan is needed with context_parallel_size = {self.context_parallel_size}"
+            _refuse("kda_cp_strategy", self.kda_cp_strategy, allowed)
+        if self.seq_length % self.context_parallel_size:
+            allowed = f"a multiple of context_parallel_size = {self.context_parallel_size} is needed"
+            _refuse("seq_length", self.seq_length, allowed)

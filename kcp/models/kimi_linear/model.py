@@ -1,0 +1,172 @@
+"""Kimi-Linear decoder and causal language model (Kimi Linear report, section 5), KDA layers with dense feed-forwards.
+
+Parameter names are those of a Hugging Face ``kimi_linear`` checkpoint on disk, where the dense feed-forward too is
+called ``block_sparse_moe``. The model is given whole samples and works on its rank's slice of them; only KDA crosses
+ranks. A sample is treated as one document: ``cu_seqlens`` is accepted and not used yet.
+
+Shape suffixes: B samples, T tokens of a sample, L tokens of this rank's slice, D hidden size, V vocabulary.
+"""
+
+import mindspore as ms
+from mindformers.models.modeling_utils import PreTrainedModel
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import nn, ops
+
+from kcp.layers.cross_entropy import SummedCrossEntropy, valid_tokens
+from kcp.layers.kda_attention import KdaAttention, KdaAttentionConfig
+from kcp.layers.linear import Embedding, Linear
+from kcp.layers.mlp import SwiGLU
+from kcp.layers.norms import RMSNorm
+from kcp.models.kimi_linear.configuration import KimiLinearConfig
+from kcp.parallel.group import CpGroup
+from kcp.parallel.subgroups import context_parallel_group
+
+
+def kda_attention_config(config: KimiLinearConfig) -> KdaAttentionConfig:
+    """The part of a model's configuration that a KDA layer needs."""
+    return KdaAttentionConfig(
+        hidden_size=config.hidden_size,
+        num_heads=config.linear_num_heads,
+        num_v_heads=config.linear_num_value_heads,
+        head_dim=config.linear_head_dim,
+        v_head_dim=config.linear_value_head_dim,
+        conv_size=config.linear_conv_kernel_dim,
+        safe_gate=config.kda_safe_gate,
+        lower_bound=config.kda_lower_bound,
+        allow_neg_eigval=config.kda_allow_neg_eigval,
+        norm_eps=config.rms_norm_eps,
+        strategy=config.kda_cp_strategy,
+        disable_recompute=config.kda_disable_recompute,
+        chunk_size=config.kda_chunk_size,
+        initializer_range=config.initializer_range,
+    )
+
+
+class KimiLinearDecoderLayer(nn.Cell):
+    """``x + KDA(norm(x))``, then ``x + SwiGLU(norm(x))``.
+
+    Args:
+        config: The model's configuration.
+        group: Ranks that share a sample.
+
+    Inputs:
+        hidden ``[B, L, D]``.
+
+    Outputs:
+        ``[B, L, D]``, the dtype of hidden.
+    """
+
+    def __init__(self, config: KimiLinearConfig, group: CpGroup):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = KdaAttention(kda_attention_config(config), group)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.block_sparse_moe = SwiGLU(config.hidden_size, config.intermediate_size, config.initializer_range)
+
+    def construct(self, hidden_BLD):
+        hidden_BLD = hidden_BLD + self.self_attn(self.input_layernorm(hidden_BLD))
+        return hidden_BLD + self.block_sparse_moe(self.post_attention_layernorm(hidden_BLD))
+
+
+class KimiLinearModel(nn.Cell):
+    """Embedding, decoder layers and the final norm.
+
+    Args:
+        config: The model's configuration.
+        group: Ranks that share a sample.
+
+    Inputs:
+        token_ids ``[B, L]`` int32, this rank's slice.
+
+    Outputs:
+        ``[B, L, D]`` in ``config.compute_dtype``.
+    """
+
+    def __init__(self, config: KimiLinearConfig, group: CpGroup):
+        super().__init__()
+        self.compute_dtype = getattr(ms, config.compute_dtype)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.initializer_range)
+        layers = [KimiLinearDecoderLayer(config, group) for _ in range(config.num_hidden_layers)]
+        self.layers = nn.CellList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def construct(self, token_ids_BL):
+        hidden_BLD = self.embed_tokens(token_ids_BL).astype(self.compute_dtype)
+        for layer in self.layers:
+            hidden_BLD = layer(hidden_BLD)
+        return self.norm(hidden_BLD)
+
+
+@MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
+class KimiLinearForCausalLM(PreTrainedModel):
+    """Kimi-Linear with the language-model head and the summed loss.
+
+    Args:
+        config: The model's configuration.
+        group: Ranks that share a sample; by default all of ``config.context_parallel_size``.
+
+    Inputs:
+        input_ids, labels, loss_mask, each ``[B, T]`` int32, whole samples; labels are shifted already and negative
+        where a token does not count. cu_seqlens: document boundaries, not used yet.
+
+    Outputs:
+        Tuple of two float32 scalars: the sum of this slice's cross entropies, and the number of its valid tokens.
+        The trainer adds both over all ranks; their quotient is the loss.
+
+    Raises:
+        ValueError: The number of launched ranks is not a multiple of ``config.context_parallel_size``.
+    """
+
+    config_class = KimiLinearConfig
+    base_model_prefix = "model"
+
+    def __init__(self, config: KimiLinearConfig, group: CpGroup | None = None):
+        super().__init__(config)
+        self.group = context_parallel_group(config.context_parallel_size) if group is None else group
+        self.hidden_size = config.hidden_size
+        self.vocab_size = config.vocab_size
+        self.tied = bool(config.tie_word_embeddings)
+        self.model = KimiLinearModel(config, self.group)
+        if not self.tied:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, init_std=config.initializer_range)
+        self.project = ops.MatMul(transpose_b=True)
+        self.loss = SummedCrossEntropy()
+
+    def construct(self, input_ids, labels, loss_mask, cu_seqlens=None):
+        begin, end = self.group.slice_bounds(input_ids.shape[1])
+        logits_NV = self._logits_of_slice(input_ids[:, begin:end])
+        labels_N = labels[:, begin:end].reshape((-1,))
+        weights_N = valid_tokens(labels_N, loss_mask[:, begin:end].reshape((-1,)))
+        return self.loss(logits_NV, labels_N, weights_N), weights_N.sum()
+
+    def logits(self, input_ids):
+        """Logits of this rank's slice.
+
+        Args:
+            input_ids: ``[B, T]`` int32, whole samples.
+
+        Returns:
+            ``[B, L, V]`` float32.
+        """
+        begin, end = self.group.slice_bounds(input_ids.shape[1])
+        logits_NV = self._logits_of_slice(input_ids[:, begin:end])
+        return logits_NV.reshape((input_ids.shape[0], end - begin, self.vocab_size))
+
+    def _logits_of_slice(self, token_ids_BL):
+        hidden_ND = self.model(token_ids_BL).reshape((-1, self.hidden_size))
+        if self.tied:
+            table = self.model.embed_tokens.weight
+            return self.project(hidden_ND, table.astype(hidden_ND.dtype)).astype(ms.float32)
+        return self.lm_head(hidden_ND).astype(ms.float32)
+
+    def is_moe_model(self) -> bool:
+        """Asked by MindFormers' trainer."""
+        return False
+
+    def is_mtp_model(self) -> bool:
+        """Asked by MindFormers' trainer."""
+        return False
+
+    def get_gpt_transformer_config(self) -> None:
+        """Asked by MindFormers' trainer: there is no Megatron-style configuration behind this model."""
+        return None

@@ -1,0 +1,229 @@
+"""Ulysses: all-to-all from sequence slices to head slices, the whole-sequence op on the local heads, and back.
+
+    rank r before: tokens of slice r, all heads        rank r inside: all tokens, heads r H/W .. (r+1) H/W
+
+Hk and Hv must be divisible by the group's size. ``a_log`` and ``dt_bias`` are sliced to the local heads, an initial state too; a final
+state is gathered. The two exchanges are each other's inverse and each other's adjoint.
+"""
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from kcp.parallel.gradients import reduce_gate_parameters
+
+
+def check_heads(size: int, **heads: int) -> None:
+    """Refuse head counts that the group's size does not divide."""
+    for name, count in heads.items():
+        if count % size:
+            raise ValueError(f"{name} is {count}; allowed under ulysses: a multiple of the group's size {size}")
+
+
+def sequence_to_heads(x: Tensor, group) -> Tensor:
+    """``[B, T_local, H, D] -> [B, T, H / W, D]`` (D may be absent)."""
+    lengths = group.lengths(x.shape[1])
+    longest = max(lengths)
+    if x.shape[1] < longest:
+        x = ops.concat((x, ops.zeros((x.shape[0], longest - x.shape[1]) + x.shape[2:], x.dtype)), 1)
+    shape = x.shape
+    x = x.reshape((shape[0], longest, group.size, shape[2] // group.size) + shape[3:])
+    received = group.collectives.all_to_all(_move_axis_first(x, 2))
+    parts = []
+    for r in range(group.size):
+        parts.append(received[r][:, : lengths[r]])
+    return ops.concat(tuple(parts), 1)
+
+
+def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
+    """``[B, T, H / W, D] -> [B, T_local, H, D]`` (D may be absent)."""
+    lengths = group.lengths(local_tokens)
+    longest = max(lengths)
+    pieces, begin = [], 0
+    for r in range(group.size):
+        piece = x[:, begin : begin + lengths[r]]
+        if lengths[r] < longest:
+            piece = ops.concat((piece, ops.zeros((x.shape[0], longest - lengths[r]) + x.shape[2:], x.dtype)), 1)
+        pieces.append(piece)
+        begin += lengths[r]
+    received = group.collectives.all_to_all(ops.stack(tuple(pieces), 0))
+    heads = []
+    for r in range(group.size):
+        heads.append(received[r][:, :local_tokens])
+    return ops.concat(tuple(heads), 2)
+
+
+def _move_axis_first(x: Tensor, axis: int) -> Tensor:
+    order = (axis,) + tuple(i for i in range(x.ndim) if i != axis)
+    return ops.transpose(x, order)
+
+
+class SequenceToHeads(nn.Cell):
+    """Differentiable :func:`sequence_to_heads`."""
+
+    def __init__(self, group):
+        super().__init__(auto_prefix=False)
+        self.group = group
+
+    def construct(self, x):
+        return sequence_to_heads(x, self.group)
+
+    def bprop(self, x, out, dout):
+        return (heads_to_sequence(dout, self.group, x.shape[1]),)
+
+
+class HeadsToSequence(nn.Cell):
+    """Differentiable :func:`heads_to_sequence`; ``like`` is any tensor ``[B, T_local, ...]`` of this rank (not differentiated)."""
+
+    def __init__(self, group):
+        super().__init__(auto_prefix=False)
+        self.group = group
+
+    def construct(self, x, like):
+        return heads_to_sequence(x, self.group, like.shape[1])
+
+    def bprop(self, x, like, out, dout):
+        return sequence_to_heads(dout, self.group), ops.zeros(like.shape, like.dtype)
+
+
+class ContextParallel(nn.Cell):
+    """Ulysses around any core attention: ``core(*tensors, *extras)`` sees all tokens and 1 / W of the heads.
+
+    Args:
+        core: Cell mapping token tensors ``[B, T, H_i, D_i]`` (or ``[B, T, H_i]``) to ``[B, T, H, D]``.
+        group: the :class:`~kcp.parallel.group.CpGroup`.
+        num_token_inputs: how many leading inputs are sliced along the sequence and exchanged; the rest goes to ``core`` as it is.
+
+    Inputs:
+        token tensors of this rank's slice, sequence axis 1, head axis 2.
+
+    Outputs:
+        ``core``'s result for this rank's tokens and all heads, ``[B, T_local, H, D]``.
+
+    Raises:
+        ValueError: a head axis is not divisible by the group's size, or has the wrong rank.
+    """
+
+    def __init__(self, core: nn.Cell, group, num_token_inputs: int):
+        super().__init__()
+        self.core = core
+        self.group = group
+        self.num_token_inputs = num_token_inputs
+        self.to_heads = SequenceToHeads(group)
+        self.to_sequence = HeadsToSequence(group)
+
+    def construct(self, *inputs):
+        exchanged = ()
+        for i in range(self.num_token_inputs):
+            _check_token_tensor(inputs[i].shape, i, self.group.size)
+            exchanged = exchanged + (self.to_heads(inputs[i]),)
+        out = self.core(*exchanged, *inputs[self.num_token_inputs :])
+        return self.to_sequence(out, inputs[0])
+
+
+def _check_token_tensor(shape, position, size):
+    if len(shape) not in (3, 4) or shape[2] % size:
+        raise ValueError(f"input {position} has shape {shape}; allowed: [B, T_local, H, D] or [B, T_local, H] with H a multiple of {size}")
+
+
+@ms.jit_class
+class Ulysses:
+    """The strategy for KDA, explicit forward and backward."""
+
+    def __init__(self, opts, backend, group, reduced_by: str):
+        self.opts = opts
+        self.backend = backend
+        self.group = group
+        self.reduced_by = reduced_by
+
+    def _local_heads(self, x, axis_size):
+        begin = self.group.rank * (axis_size // self.group.size)
+        return x[begin : begin + axis_size // self.group.size]
+
+    def _exchange_in(self, q, k, v, g, beta, a_log, dt_bias, initial_state):
+        """Inputs for the local heads; q|k and v|g|beta travel together."""
+        width, value_width = q.shape[-1], v.shape[-1]
+        qk = sequence_to_heads(ops.concat((q, k), -1), self.group)
+        v = ops.depend(v, qk)
+        if beta.dtype == v.dtype and g.dtype == v.dtype:
+            vgb = sequence_to_heads(ops.concat((v, g, ops.expand_dims(beta, -1)), -1), self.group)
+            v, g = vgb[..., :value_width], vgb[..., value_width : value_width + width]
+            beta = vgb[..., value_width + width]
+        else:
+            v = sequence_to_heads(v, self.group)
+            g = sequence_to_heads(ops.depend(g, v), self.group)
+            beta = sequence_to_heads(ops.depend(beta, g), self.group)
+        heads = self.group.size * v.shape[2]
+        if self.opts.has_a_log:
+            a_log = self._local_heads(a_log, heads)
+        if self.opts.has_dt_bias:
+            dt_bias = self._local_heads(dt_bias, heads)
+        if self.opts.has_initial_state:
+            begin = self.group.rank * v.shape[2]
+            initial_state = initial_state[:, begin : begin + v.shape[2]]
+        return qk[..., :width], qk[..., width:], v, g, beta, a_log, dt_bias, initial_state
+
+    def _gather_heads(self, state):
+        """``[N, H / W, ...] -> [N, H, ...]`` on every rank."""
+        parts = self.group.collectives.all_gather(state)
+        heads = []
+        for r in range(self.group.size):
+            heads.append(parts[r])
+        return ops.concat(tuple(heads), 1)
+
+    def _spread_heads(self, grad):
+        """Gradient of this rank's heads of a parameter ``[H / W, ...]`` -> ``[H, ...]``, zero for the others'."""
+        before = ops.zeros((self.group.rank * grad.shape[0],) + grad.shape[1:], grad.dtype)
+        after = ops.zeros(((self.group.size - 1 - self.group.rank) * grad.shape[0],) + grad.shape[1:], grad.dtype)
+        parts = []
+        if self.group.rank > 0:
+            parts.append(before)
+        parts.append(grad)
+        if self.group.rank < self.group.size - 1:
+            parts.append(after)
+        return ops.concat(tuple(parts), 0)
+
+    def forward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, output_final_state):
+        """This rank's tokens in and out (BSND); ``(out, final_state, saved)``."""
+        local_tokens = v.shape[1]
+        inputs = self._exchange_in(q, k, v, g, beta, a_log, dt_bias, initial_state)
+        out, final_state, saved = self.backend.op_forward(
+            self.opts, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6], inputs[7], cu
+        )
+        if output_final_state:
+            final_state = self._gather_heads(final_state)
+            out = ops.depend(out, final_state)
+        return heads_to_sequence(out, self.group, local_tokens), final_state, saved
+
+    def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final, output_final_state):
+        """Gradients of this rank's tokens, partial (or reduced) parameter gradients, the whole initial-state gradient."""
+        local_tokens = v.shape[1]
+        arrived = d_out if d_out is not None else d_final
+        inputs = self._exchange_in(ops.depend(q, arrived), k, v, g, beta, a_log, dt_bias, initial_state)
+        if d_out is not None:
+            d_out = sequence_to_heads(ops.depend(d_out, inputs[2]), self.group)
+        if not output_final_state:
+            d_final = None
+        if d_final is not None:
+            begin = self.group.rank * inputs[2].shape[2]
+            d_final = ops.depend(d_final, inputs[2])
+            if d_out is not None:
+                d_final = ops.depend(d_final, d_out)
+            d_final = self.group.collectives.all_reduce(d_final)[:, begin : begin + inputs[2].shape[2]]
+        dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self.backend.op_backward(
+            self.opts, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6], inputs[7], cu, saved, d_out, d_final
+        )
+        width = dq.shape[-1]
+        dqk = heads_to_sequence(ops.concat((dq, dk), -1), self.group, local_tokens)
+        dv = heads_to_sequence(ops.depend(dv, dqk), self.group, local_tokens)
+        dg = heads_to_sequence(ops.depend(dg, dv), self.group, local_tokens)
+        dbeta = heads_to_sequence(ops.depend(dbeta, dg), self.group, local_tokens)
+        dqk = ops.depend(dqk, dbeta)
+        if self.opts.has_a_log:
+            da_log = self._spread_heads(da_log)
+        if self.opts.has_dt_bias:
+            ddt_bias = self._spread_heads(ddt_bias)
+        da_log, ddt_bias, dqk = reduce_gate_parameters(self.opts, da_log, ddt_bias, dqk, self.group.collectives, self.reduced_by)
+        if self.opts.has_initial_state:
+            dh0 = self._gather_heads(ops.depend(dh0, dqk))
+            dqk = ops.depend(dqk, dh0)
+        return dqk[..., :width], dqk[..., width:], dv, dg, dbeta, da_log, ddt_bias, dh0

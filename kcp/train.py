@@ -1,0 +1,176 @@
+"""The worker of a training run: ``python -m kcp.train CONFIG``, one process a rank, through MindFormers' own Trainer.
+
+``kcp train CONFIG`` starts as many of these as the configuration needs. The worker checks the configuration, hands
+MindFormers the part of it that MindFormers can run, and trains. Rank 0 prints progress on stdout; what MindFormers
+prints goes to ``OUTPUT/mindformers_rank<R>.log``.
+
+Exit codes: 0 done; 1 training failed; 2 the configuration can't be run.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kcp.config import ConfigError, RunConfig, load_run_config
+
+MODES = {"graph": 0, "pynative": 1}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one worker.
+
+    Args:
+        arguments: Command line, without the program's name; by default this process's.
+
+    Returns:
+        0 when training came to its end, 2 when the configuration can't be run (said on stderr, one line a reason).
+
+    Raises:
+        Exception: Whatever ended the training. The process must then end without waiting for its peers.
+    """
+    options = _parse(arguments)
+    try:
+        run = load_run_config(options.config, _launched_world_size())
+    except ConfigError as error:
+        for line in error.problems:
+            print(f"kcp: error: {line}", file=sys.stderr)
+        return 2
+    train(run, options.output_dir, options.mode, options.steps)
+    return 0
+
+
+def run_worker(arguments: Sequence[str] | None = None) -> None:
+    """:func:`main` as a whole process: never returns, and ends at once when training failed."""
+    try:
+        code = main(arguments)
+    except Exception as error:
+        if type(error).__name__ in ("RankMismatchError", "DivergedError"):
+            print(f"kcp: error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Peers may be waiting in a collective that never comes, and an orderly shutdown would wait for them.
+        os._exit(1)
+    sys.exit(code)
+
+
+def train(run: RunConfig, output_dir: str | None = None, mode: str | None = None, steps: int | None = None) -> None:
+    """Train a checked configuration in this process, as one rank of its launch.
+
+    Args:
+        run: The configuration.
+        output_dir: Folder for metrics, curve and logs, in place of the configuration's.
+        mode: ``graph`` or ``pynative``, in place of ``context.mode``.
+        steps: Number of steps, in place of ``runner_config.stop_step``.
+
+    Raises:
+        RankMismatchError: The ranks do not run the same configuration, versions or initial parameters.
+        DivergedError: Gradients stayed without finite values.
+    """
+    folder = Path(output_dir or run.training.output_dir).expanduser().resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["LOCAL_DEFAULT_PATH"] = str(folder)
+    progress = sys.stdout
+    rank = int(os.environ.get("RANK_ID", "0"))
+    with (folder / f"mindformers_rank{rank}.log").open("w", buffering=1, encoding="utf-8") as log:
+        with contextlib.redirect_stdout(log):
+            _train(run, folder, mode, steps, progress)
+
+
+def _train(run: RunConfig, folder: Path, mode: str | None, steps: int | None, progress: Any) -> None:
+    import mindspore as ms
+
+    ms.set_device(run.training.device_target)
+    if run.training.device_target == "CPU":
+        ms.runtime.launch_blocking()
+
+    from mindformers import Trainer
+    from mindformers.core.context import build_context
+    from mindspore.communication import GlobalComm, get_rank
+
+    import kcp.data.loader  # noqa: F401  registers the dataset loader
+    import kcp.models  # noqa: F401  registers the model and its configuration
+    import kcp.train_step  # noqa: F401  registers the one-step wrapper
+    from kcp.monitor import KcpMonitor
+
+    config = mindformers_config(run, folder, mode, steps)
+    stop_step = config.runner_config.stop_step or 0
+    shared = {key: value for key, value in run.raw.items() if key != "output_dir"}
+    build_context(config)
+    monitor = KcpMonitor(
+        folder,
+        tokens_per_step=run.training.batch_size * run.parallel.data_parallel * run.model.seq_length,
+        rank=get_rank() if GlobalComm.INITED else 0,
+        world_size=run.world_size,
+        config={"file": shared, "mode": config.context.mode, "stop_step": stop_step},
+        stop_step=stop_step,
+        stream=progress,
+    )
+    Trainer(args=config, callbacks=[monitor]).train()
+
+
+def mindformers_config(run: RunConfig, folder: Path, mode: str | None = None, steps: int | None = None) -> Any:
+    """The configuration that MindFormers runs, from the user's.
+
+    MindFormers resets ``parallel_config.context_parallel`` outside its semi-auto mode, so the degree moves to where kcp
+    reads it, and for MindFormers every worker is a data-parallel one.
+    """
+    from mindformers.tools.register import MindFormerConfig
+
+    config = MindFormerConfig(str(run.path))
+    degree = run.parallel.context_parallel
+    config.output_dir = str(folder)
+    config.model.model_config.context_parallel_size = degree
+    config.parallel_config.context_parallel = 1
+    config.parallel_config.data_parallel = run.world_size
+    loader = config.train_dataset.data_loader
+    loader.context_parallel = degree
+    loader.seq_length = run.model.seq_length
+    config.train_dataset_task.dataset_config = config.train_dataset
+    if config.runner_wrapper is None:
+        config.runner_wrapper = MindFormerConfig(type="KcpTrainOneStepCell")
+    # The monitor is always there; the stock one would need a Megatron-style configuration.
+    own = ("KcpMonitor", "MFLossMonitor")
+    config.callbacks = [callback for callback in config.callbacks or [] if callback.get("type") not in own]
+    if mode is not None:
+        config.context.mode = MODES[mode]
+    if steps is not None:
+        config.runner_config.stop_step = steps
+    stop_step = config.runner_config.stop_step
+    if stop_step:
+        # Enough epochs for any data: the monitor stops the run.
+        config.runner_config.epochs = stop_step
+        schedule = config.lr_schedule
+        if schedule is not None and schedule.total_steps in (None, -1):
+            schedule.total_steps = stop_step
+    return config
+
+
+def _launched_world_size() -> int:
+    return int(os.environ.get("MS_WORKER_NUM") or os.environ.get("RANK_SIZE") or 1)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m kcp.train", description="One worker of a kcp training run.")
+    parser.add_argument("config", help="MindFormers YAML file")
+    parser.add_argument("--output-dir", help="folder for metrics, loss curve and logs (default: output_dir of CONFIG)")
+    parser.add_argument("--mode", choices=sorted(MODES), help="execution mode (default: context.mode of CONFIG)")
+    parser.add_argument("--steps", type=_positive, help="stop after so many steps (default: runner_config.stop_step)")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+if __name__ == "__main__":
+    run_worker()

@@ -1,0 +1,245 @@
+"""What a configuration may say, and the one line for each thing that it may not."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kcp.config import MAX_FILE_BYTES, ConfigError, load_run_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+M, P, D = "model.model_config", "parallel_config", "train_dataset.data_loader"
+
+
+@pytest.fixture(scope="module")
+def base():
+    return yaml.safe_load((CONFIGS / "tiny_cp2.yaml").read_text())
+
+
+@pytest.fixture
+def load(base, tmp_path):
+    """Load tiny_cp2.yaml with some keys changed (None removes a key)."""
+
+    def changed(changes, world_size=None):
+        content = copy.deepcopy(base)
+        content.pop("train_dataset_task")
+        for dotted, value in changes.items():
+            *sections, key = dotted.split(".")
+            section = content
+            for name in sections:
+                section = section[name]
+            if value is None:
+                del section[key]
+            else:
+                section[key] = value
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return load_run_config(path, world_size)
+
+    return changed
+
+
+def problems(load, changes, world_size=None):
+    with pytest.raises(ConfigError) as error:
+        load(changes, world_size)
+    assert str(error.value) == "\n".join(error.value.problems)
+    assert all("\n" not in line for line in error.value.problems)
+    return error.value.problems
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "local"),
+    [("tiny_1p", 1, 512), ("tiny_cp2", 2, 256), ("kimi_linear_48b_npu", 16, 8192)],
+)
+def test_shipped_files_are_valid(name, world_size, local):
+    run = load_run_config(CONFIGS / f"{name}.yaml", world_size)
+    assert run.world_size == world_size
+    assert run.local_seq_length == local
+    assert run.model.layer_types == ("linear_attention",) * run.model.num_hidden_layers
+
+
+def test_tiny_files_describe_the_same_run():
+    one, two = (load_run_config(CONFIGS / f"tiny_{name}.yaml") for name in ("1p", "cp2"))
+    assert one.data == two.data
+    assert one.training.batch_size * one.parallel.data_parallel == two.training.batch_size * two.parallel.data_parallel
+    assert {k for k in vars(one.model) if getattr(one.model, k) != getattr(two.model, k)} == {"kda_cp_strategy"}
+
+
+def test_values_arrive(load):
+    run = load({f"{M}.kda_lower_bound": -2, f"{M}.kda_safe_gate": True, "runner_config.stop_step": 7})
+    assert (run.model.kda_lower_bound, run.model.kda_safe_gate, run.training.stop_step) == (-2.0, True, 7)
+    assert run.training.learning_rate == 3e-3
+    assert run.raw["parallel_config"]["context_parallel"] == 2
+
+
+def test_value_heads_default_to_heads_and_are_dataclasses_frozen(load):
+    run = load({})
+    assert (run.model.linear_num_value_heads, run.model.linear_value_head_dim) == (4, 32)
+    with pytest.raises(AttributeError):
+        run.model.hidden_size = 1
+
+
+CASES = [
+    # unknown keys, nearest name
+    ({f"{M}.kda_cp_stratgy": "ulysses"}, f"{M}.kda_cp_stratgy = 'ulysses': unknown key; did you mean kda_cp_strategy?"),
+    ({f"{M}.hiden_size": 64}, f"{M}.hiden_size = 64: unknown key; did you mean hidden_size?"),
+    ({f"{P}.context_paralel": 2}, f"{P}.context_paralel = 2: unknown key; did you mean context_parallel?"),
+    ({f"{D}.datset_dir": "x"}, f"{D}.datset_dir = 'x': unknown key; did you mean dataset_dir?"),
+    ({"runner_config.batchsize": 2}, "runner_config.batchsize = 2: unknown key; did you mean batch_size?"),
+    ({"runner_wrapper.max_grad": 2}, "runner_wrapper.max_grad = 2: unknown key; did you mean max_grad_norm?"),
+    (
+        {"paralel_config": {}},
+        "paralel_config: unknown section, MindFormers would ignore it; did you mean parallel_config?",
+    ),
+    # values
+    ({f"{M}.kda_cp_strategy": "uleses"}, f"{M}.kda_cp_strategy = 'uleses': one of none, ulysses, state_scan is needed"),
+    ({f"{M}.kda_chunk_size": 48}, f"{M}.kda_chunk_size = 48: one of 16, 32, 64 is needed"),
+    ({f"{M}.kda_chunk_size": True}, f"{M}.kda_chunk_size = True: one of 16, 32, 64 is needed"),
+    ({f"{M}.kda_lower_bound": -6}, f"{M}.kda_lower_bound = -6.0: a number in [-5, 0) is needed"),
+    ({f"{M}.kda_lower_bound": 0}, f"{M}.kda_lower_bound = 0.0: a number in [-5, 0) is needed"),
+    ({f"{M}.kda_lower_bound": float("nan")}, f"{M}.kda_lower_bound = nan: a number is needed"),
+    ({f"{M}.kda_safe_gate": "yes"}, f"{M}.kda_safe_gate = 'yes': True or False is needed"),
+    ({f"{M}.hidden_size": "128"}, f"{M}.hidden_size = '128': an integer >= 1 is needed"),
+    ({f"{M}.hidden_size": 0}, f"{M}.hidden_size = 0: an integer >= 1 is needed"),
+    ({f"{M}.linear_head_dim": 512}, f"{M}.linear_head_dim = 512: an integer from 1 to 256 is needed"),
+    ({"lr_schedule.learning_rate": "1e-3"}, "lr_schedule.learning_rate = '1e-3': a number > 0 is needed; YAML reads"),
+    ({"optimizer.weight_decay": -1}, "optimizer.weight_decay = -1: a number >= 0 is needed"),
+    ({f"{D}.dataset_dir": []}, f"{D}.dataset_dir = []: 'stdlib', a file, a folder or a list of them is needed"),
+    ({f"{D}.dataset_dir": [1]}, f"{D}.dataset_dir = [1]: a text or a list of texts is needed"),
+    (
+        {"train_dataset.input_columns": ["input_ids"]},
+        "train_dataset.input_columns = ['input_ids']: [input_ids, labels,",
+    ),
+    ({f"{D}.type": "KcpTextDataSet"}, f"{D}.type = 'KcpTextDataSet': did you mean KcpTextDataset?"),
+    # rules between values
+    (
+        {f"{M}.layer_types": ["linear_attention", "full_attention"]},
+        f"{M}.layer_types = 'full_attention': only 'linear_att",
+    ),
+    ({f"{M}.layer_types": ["linear_attention"]}, f"{M}.layer_types = '1 entries': 2 entries are needed"),
+    (
+        {f"{M}.mlp_layer_types": ["dense", "sparse"]},
+        f"{M}.mlp_layer_types = ['dense', 'sparse']: only 'dense' is supported",
+    ),
+    ({f"{M}.num_experts": 8}, f"{M}.num_experts = 8: mixture-of-experts layers are not in this release"),
+    ({f"{M}.kv_lora_rank": 8}, f"{M}.kv_lora_rank = 8: MLA (softmax attention) layers are not in this release"),
+    ({f"{M}.hidden_act": "gelu"}, f"{M}.hidden_act = 'gelu': only silu is supported"),
+    ({f"{M}.attention_dropout": 0.1}, f"{M}.attention_dropout = 0.1: only 0.0 is supported"),
+    (
+        {f"{M}.linear_num_value_heads": 6},
+        f"{M}.linear_num_value_heads = 6: a multiple of linear_num_heads = 4 is needed",
+    ),
+    ({f"{M}.vocab_size": 256}, f"{M}.vocab_size = 256: the byte tokenizer needs at least 259"),
+    (
+        {f"{M}.kda_cp_strategy": "none"},
+        f"{M}.kda_cp_strategy = 'none': ulysses or state_scan is needed with {P}.context_",
+    ),
+    ({f"{P}.model_parallel": 2}, f"{P}.model_parallel = 2: only 1 is supported"),
+    ({f"{P}.pipeline_stage": 2}, f"{P}.pipeline_stage = 2: only 1 is supported"),
+    ({f"{D}.seq_length": 256}, f"{D}.seq_length = 256: {M}.seq_length = 512 is needed"),
+    ({f"{D}.context_parallel": 1}, f"{D}.context_parallel = 1: {P}.context_parallel = 2 is needed"),
+    ({"use_parallel": False}, "use_parallel = False: True is needed with data_parallel * context_parallel = 2"),
+    ({"use_legacy": None}, "use_legacy = True: False is needed"),
+    ({"runner_config.gradient_accumulation_steps": 2}, "runner_config.gradient_accumulation_steps = 2: 1 is needed"),
+    (
+        {"runner_wrapper.type": "MFTrainOneStepCell"},
+        "runner_wrapper.type = 'MFTrainOneStepCell': KcpTrainOneStepCell is",
+    ),
+    ({"runner_wrapper.scale_sense": 2.0}, "runner_wrapper.scale_sense = 2.0: 1.0 is needed"),
+    # devices
+    ({"context.device_target": "GPU"}, "context.device_target = 'GPU': one of CPU, Ascend is needed"),
+    ({"context.mode": 2}, "context.mode = 2: one of 0, 1 is needed"),
+    ({f"{M}.compute_dtype": "bfloat16"}, f"{M}.compute_dtype = 'bfloat16': float32 is needed on CPU"),
+    ({f"{M}.compute_dtype": "float8"}, f"{M}.compute_dtype = 'float8': one of float32, float16, bfloat16 is needed"),
+    ({f"{M}.params_dtype": "bfloat16"}, f"{M}.params_dtype = 'bfloat16': one of float32 is needed"),
+    (
+        {"runner_config.sink_mode": None},
+        "runner_config.sink_mode = '(not given, MindFormers takes True)': False is needed",
+    ),
+    ({"parallel.parallel_mode": 1}, "parallel.parallel_mode = 1: 0 is needed"),
+    ({"parallel": None}, "parallel.parallel_mode = '(not given, MindFormers takes 1)': 0 is needed"),
+    ({"model": None}, "model.model_config: missing"),
+    ({"model": {"model_config": 3}}, "model.model_config = 3: a mapping of keys to values is needed"),
+    ({"train_dataset": None}, "train_dataset.data_loader: missing"),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), CASES, ids=[expected[:60] for _, expected in CASES])
+def test_each_wrong_thing_gives_its_line(load, changes, expected):
+    assert any(line.startswith(expected) for line in problems(load, changes)), expected
+
+
+@pytest.mark.parametrize(("changes", "expected"), CASES[:-3], ids=[expected[:60] for _, expected in CASES[:-3]])
+def test_one_wrong_thing_gives_one_line(load, changes, expected):
+    assert len(problems(load, changes)) == 1
+
+
+def test_heads_decide_about_ulysses(load):
+    three = {f"{P}.context_parallel": 3, f"{D}.context_parallel": 3, f"{M}.kda_cp_strategy": "ulysses"}
+    three |= {f"{M}.seq_length": 510, f"{D}.seq_length": 510}
+    assert problems(load, three) == (f"{M}.linear_num_heads = 4: ulysses needs a multiple of {P}.context_parallel = 3; or use state_scan",)
+    assert load(three | {f"{M}.kda_cp_strategy": "state_scan"}).world_size == 3
+    assert load({f"{M}.kda_cp_strategy": "ulysses"}).model.kda_cp_strategy == "ulysses"
+    grouped = {f"{M}.kda_cp_strategy": "ulysses", f"{M}.linear_num_heads": 1, f"{M}.linear_num_value_heads": 4}
+    assert problems(load, grouped)[0].startswith(f"{M}.linear_num_heads = 1: ulysses needs a multiple")
+
+
+def test_sample_length_must_divide(load):
+    changes = {f"{M}.seq_length": 511, f"{D}.seq_length": 511}
+    assert problems(load, changes) == (f"{M}.seq_length = 511: a multiple of {P}.context_parallel = 2 is needed",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "expected"),
+    [
+        ({}, 1, f"{P}.context_parallel = 2: data_parallel * context_parallel = 1 * 2 = 2 workers are needed but this"),
+        ({}, 3, f"{P}.context_parallel = 2: data_parallel * context_parallel = 1 * 2 = 2 workers"),
+        ({}, 4, f"{P}.data_parallel = 1: data_parallel * context_parallel = 1 * 2 = 2 workers"),
+        ({f"{P}.data_parallel": 2}, 2, f"{P}.data_parallel = 2: data_parallel * context_parallel = 2 * 2 = 4 workers"),
+    ],
+)
+def test_launch_must_provide_the_workers(load, changes, world_size, expected):
+    (line,) = problems(load, changes, world_size)
+    assert line.startswith(expected)
+    assert ("start it with: kcp train" in line) == (world_size == 1)
+
+
+def test_all_problems_come_at_once(load):
+    changes = {f"{M}.kda_chunk_size": 7, f"{P}.model_parallel": 4, f"{D}.seed": -1, "context.mode": "graph"}
+    assert len(problems(load, changes)) == 4
+
+
+def test_npu_options_are_allowed_on_ascend(load):
+    changes = {"context.device_target": "Ascend", f"{M}.compute_dtype": "bfloat16", "runner_config.sink_mode": True}
+    assert load(changes).model.compute_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"a: [1, 2", "not valid YAML, line 1, column 9"),
+        (b"a: !!python/object/apply:os.system ['true']", "not valid YAML, line 1, column 4: could not determine"),
+        (b"- 1\n- 2\n", "holds [1, 2], a mapping of keys to values is needed"),
+        (b"", "holds None, a mapping of keys to values is needed"),
+        (b"a: \xff", "not UTF-8 text (byte 3)"),
+        (b"a: \x00", "not valid YAML"),
+        (b"[" * 20_000, "not valid YAML"),
+        (b"#" * (MAX_FILE_BYTES + 1), f"{MAX_FILE_BYTES + 1} bytes, a configuration has at most"),
+    ],
+    ids=["open", "object", "list", "empty", "latin", "control", "deep", "large"],
+)
+def test_file_errors_are_one_line(tmp_path, content, expected):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_run_config(path)
+    (line,) = error.value.problems
+    assert line.startswith(f"{path}: ") and expected in line and "\n" not in line
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_run_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_run_config(tmp_path)

@@ -1,0 +1,139 @@
+"""Who failed first, from records alone; cores; options."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from kcp.launch import LaunchError, LaunchOptions, core_sets
+from kcp.launch_watch import Ending, Watch, last_lines, msrun_exit_codes
+from kcp.launch_worker import write_record
+
+KILLED = -signal.SIGKILL
+
+
+def watch_of(*endings, ranks=None):
+    watch = Watch("unused", range(len(endings)) if ranks is None else ranks, lambda pid: None)
+    watch.endings = {ending.rank: ending for ending in endings}
+    return watch
+
+
+def test_earliest_failure_is_first():
+    watch = watch_of(Ending(0, 12.0, 1, "ValueError: x"), Ending(1, 11.0, KILLED))
+    assert watch.first_failure().rank == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: Launch kernel failed, name:Default/AllReduce-op0",
+        "RuntimeError: Ring ReduceScatter wait receiving timed out",
+        "RuntimeError: Connection reset by peer",
+    ],
+)
+def test_what_follows_from_a_peer_comes_last_although_it_was_seen_earlier(error):
+    watch = watch_of(Ending(0, 10.0, 1, error), Ending(1, 10.1, KILLED, pid=7))
+    assert watch.first_failure().rank == 1
+    assert watch.first_failure(noticed=[7]).rank == 1
+
+
+def test_workers_killed_by_msrun_are_not_the_first():
+    watch = watch_of(Ending(0, 10.0, KILLED, pid=6), Ending(1, 10.0, KILLED, pid=7))
+    assert watch.first_failure(noticed=[7]).rank == 1
+    assert watch.first_failure(noticed=[6]).rank == 0
+
+
+def test_exit_zero_before_the_peers_failed_is_first():
+    late = Ending(0, 40.0, 1, "RuntimeError: AllReduce failed")
+    assert watch_of(late, Ending(1, 10.0, 0)).first_failure().rank == 1
+    assert watch_of(late, Ending(1, 10.0, 0, finished=True)).first_failure().rank == 1
+    assert "exit code 0 while others" in Ending(1, 10.0, 0).describe()
+
+
+def test_a_worker_that_came_to_its_end_does_not_cause_an_unrelated_error():
+    watch = watch_of(Ending(0, 40.0, 1, "OSError: disk full"), Ending(1, 10.0, 0, finished=True))
+    assert watch.first_failure().rank == 0
+
+
+def test_crash_after_the_end_is_no_failure():
+    assert not watch_of(Ending(0, 1.0, 0, finished=True)).failed()
+
+
+def test_who_did_not_answer():
+    first = Ending(0, 10.0, 1, "RuntimeError: collective timed out")
+    assert watch_of(first, Ending(1, 11.0, KILLED), ranks=range(3)).unanswered(first) == (1, 2)
+
+
+def test_early_exit_needs_others_at_work_and_time():
+    now = time.time()
+    assert watch_of(Ending(0, now - 20, 0), ranks=range(2)).left_early(15)
+    assert not watch_of(Ending(0, now - 5, 0), ranks=range(2)).left_early(15)
+    assert not watch_of(Ending(0, now - 20, 0, finished=True), ranks=range(2)).left_early(15)
+    assert not watch_of(Ending(0, now - 20, 0)).left_early(15)
+
+
+def test_process_gone_without_a_record_of_its_end(tmp_path):
+    write_record(tmp_path, "worker_0", {"rank": 0, "pid": 2**22 + 1, "state": "running", "time": 1.0})
+    watch = Watch(tmp_path, [0, 1], {2**22 + 1: -11}.get)
+    watch.poll()
+    assert watch.endings[0].describe() == "was killed by signal 11 (SIGSEGV)"
+    assert watch.running == (1,) and watch.failed() and not watch.all_gone
+
+
+def test_living_process_with_a_record_of_its_end_is_not_gone(tmp_path):
+    record = {"rank": 0, "pid": os.getpid(), "state": "finished", "code": 0, "time": 1.0}
+    write_record(tmp_path, "worker_0", record)
+    watch = Watch(tmp_path, [0], lambda pid: None)
+    watch.poll()
+    assert watch.running == () and not watch.all_gone and not watch.failed()
+
+
+def test_msrun_log_names_exit_codes(tmp_path):
+    log = tmp_path / "msrun.log"
+    log.write_text("[ERROR] x Worker process 41 exit with exception. Error code: -9.\nother\n")
+    assert msrun_exit_codes(log) == {41: -9}
+    assert msrun_exit_codes(tmp_path / "none") == {}
+
+
+def test_last_lines_begin_at_the_last_traceback_and_leave_out_noise(tmp_path):
+    log = tmp_path / "worker_0.log"
+    log.write_text(
+        "step 1\nTraceback (most recent call last):\nold\nstep 2\nTraceback (most recent call last):\n  File x\n"
+        "RuntimeError: y\n\n-----\n- C++ Call Stack: (For framework developers)\n-----\nmindspore/ccsrc/a.cc:1 Run\n"
+    )
+    assert last_lines(log) == ["Traceback (most recent call last):", "  File x", "RuntimeError: y"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "expected"),
+    [
+        (2, [0, 1], [[0], [1]]),
+        (2, [1, 3, 5, 7, 9], [[1, 3], [5, 7]]),
+        (3, [4, 6], [[4], [6], [4]]),
+        (1, [2, 3], [[2, 3]]),
+    ],
+)
+def test_core_sets(workers, cores, expected):
+    assert core_sets(workers, cores) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 0}, "--workers = 0"),
+        ({"workers": 2, "local_workers": 3}, "--local-worker-num = 3"),
+        ({"workers": 3, "local_workers": 2, "master_port": 8118}, "a divisor of --worker-num = 3"),
+        ({"workers": 4, "local_workers": 2, "master_port": 8118, "node_rank": 2}, "--node-rank = 2: 0 to 1"),
+        ({"workers": 4, "local_workers": 2}, "--master-port: needed"),
+        ({"workers": 2, "master_port": 80}, "--master-port = 80"),
+    ],
+)
+def test_launch_options_are_checked(tmp_path, options, message):
+    with pytest.raises(LaunchError, match=message):
+        LaunchOptions(log_dir=tmp_path, **options)
+
+
+def test_ranks_of_a_machine(tmp_path):
+    options = LaunchOptions(8, tmp_path, local_workers=4, master_port=8118, node_rank=1)
+    assert list(options.ranks) == [4, 5, 6, 7]

@@ -1,0 +1,107 @@
+"""The one-step cell on two ranks against NumPy, its finite check, its options; the digest comparison."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from _msrun import run_workers
+
+pytestmark = pytest.mark.fast
+WORKER = Path(__file__).with_name("_step_worker.py")
+RATE, MAX_NORM = 0.1, 0.5
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict]:
+    outputs = run_workers(WORKER, 2, timeout=150)
+    found = []
+    for text in outputs:
+        line = next(line for line in text.splitlines() if line.startswith("RESULT "))
+        found.append(json.loads(line.removeprefix("RESULT ")))
+    return found
+
+
+def expected() -> list[tuple[float, float, np.ndarray]]:
+    """Global loss, gradient norm and the parameters after each step, the second step skipped."""
+    w = np.array([0.5, -1.0, 2.0])
+    rngs = [np.random.default_rng(rank) for rank in range(2)]
+    steps = []
+    for step in range(3):
+        total, gradient, count = 0.0, np.zeros(3), 0.0
+        for rank, rng in enumerate(rngs):
+            x = rng.normal(size=(4, 3)).astype(np.float32).astype(np.float64)
+            y = rng.normal(size=4).astype(np.float32).astype(np.float64)
+            weight = np.array([1, 1, 1, float(rank == 0)])
+            error = x @ w - y
+            total += (weight * error**2).sum()
+            gradient += 2 * (weight * error) @ x
+            count += weight.sum()
+        loss, gradient = total / count, gradient / count
+        norm = float(np.linalg.norm(gradient))
+        if step == 1:
+            steps.append((math.nan, math.nan, w.copy()))
+            continue
+        w = w - RATE * gradient * min(1.0, MAX_NORM / norm)
+        steps.append((loss, norm, w.copy()))
+    return steps
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+def test_global_loss_norm_and_clipped_update(results, mode):
+    for result in results:
+        for got, (loss, norm, w) in zip(result[mode]["history"], expected(), strict=True):
+            if math.isnan(loss):
+                continue
+            assert got[0] == pytest.approx(loss, rel=1e-5)
+            assert got[2] == pytest.approx(norm, rel=1e-5)
+            assert norm > MAX_NORM, "the case must clip"
+            assert got[3] == pytest.approx(RATE)
+            np.testing.assert_allclose(got[4], w, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+def test_a_nan_on_one_rank_makes_every_rank_skip_that_step_alone(results, mode):
+    for result in results:
+        history = result[mode]["history"]
+        assert [step[1] for step in history] == [False, True, False]
+        assert history[1][4] == history[0][4], "parameters of the skipped step must stay"
+        assert history[2][4] != history[1][4]
+    assert results[0][mode]["history"][2][4] == results[1][mode]["history"][2][4]
+
+
+def test_parameters_keep_the_names_of_the_network(results):
+    assert results[0]["graph"]["parameters"] == ["w"]
+
+
+def test_digest_difference_is_refused_on_every_rank_with_both_values(results):
+    for key, what in (("configuration", "configuration"), ("parameters", "initial parameters")):
+        messages = [result[key] for result in results]
+        assert messages[0] == messages[1]
+        first, last = messages[0].split(": rank 0 has ")[1].split(", rank 1 has ")
+        assert messages[0].startswith(f"{what} differ") and first != last and len(first) == len(last) == 32
+
+
+def test_equal_ranks_pass_and_collectives_still_match(results):
+    assert all(result["same"] == "" and result["total"] == 2.0 for result in results)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("max_grad_nrom", 1.0, "runner_wrapper.max_grad_nrom: unknown option"),
+        ("max_grad_norm", 0.0, "runner_wrapper.max_grad_norm: 0.0; a positive"),
+        ("max_skipped_steps", 0, "runner_wrapper.max_skipped_steps: 0; at least 1"),
+        ("scale_sense", 1024, "runner_wrapper.scale_sense: 1024 is not supported"),
+    ],
+)
+def test_illegal_options_are_refused(option, value, message):
+    from mindspore import nn
+
+    from kcp.train_step import KcpTrainOneStepCell
+
+    network = nn.Dense(2, 2)
+    optimizer = nn.SGD(network.trainable_params(), learning_rate=0.1)
+    with pytest.raises(ValueError, match=message):
+        KcpTrainOneStepCell(network, optimizer, **{option: value})
