@@ -71,15 +71,22 @@ KCP_INLINE void load_rows_as(const char* from, long stride, int rows, int width,
     }
   }
 }
+// fewer bytes than a vector has, an even number, without a call of memcpy
+KCP_INLINE void copy_ragged(char* to, const char* from, long bytes) {
+  typedef float Quad __attribute__((vector_size(16), aligned(1), may_alias));
+  typedef uint16_t Half __attribute__((aligned(1), may_alias));
+  for (; bytes >= 16; bytes -= 16, to += 16, from += 16) *(Quad*)to = *(const Quad*)from;
+  for (; bytes >= 2; bytes -= 2, to += 2, from += 2) *(Half*)to = *(const Half*)from;
+}
 // A finished row leaves for memory: whole vectors go around the caches, the ragged ends through them.
 KCP_INLINE void stream_row(char* to, const char* from, long bytes) {
   enum { size = sizeof(Vec) };
   long head = -(uintptr_t)to & (size - 1);
   if (head > bytes) head = bytes;
-  memcpy(to, from, head);
+  copy_ragged(to, from, head);
   long at = head;
   for (; at + size <= bytes; at += size) stream((float*)(to + at), load((const float*)(from + at)));
-  memcpy(to + at, from + at, bytes - at);
+  copy_ragged(to + at, from + at, bytes - at);
 }
 // row <- value(row, column); only the first `width` columns are written. streamed: the tensors are too large for the caches
 template <int dtype, class Value>
