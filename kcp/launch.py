@@ -36,6 +36,7 @@ TEARDOWN_GRACE = 30.0
 COMM_TIMEOUT_SECONDS = 180
 PORT_ATTEMPTS = 3
 INTERRUPTED = 130
+LINE_WIDTH = 300
 # msrun without the working folder on its import path.
 _MSRUN = "import sys; sys.path = [p for p in sys.path if p]; from mindspore.parallel.cluster.run import main; main()"
 
@@ -298,10 +299,9 @@ class _Run:
         if first.code == -signal.SIGKILL:
             _say("kcp: SIGKILL comes from outside: often from the kernel when memory runs out (see: dmesg)")
         lines = last_lines(log)
-        if lines:
-            _say(f"kcp: its last lines, from {log}:")
+        _say(f"kcp: its last lines, from {log}:" if lines else f"kcp: it left no error lines in {log}")
         for line in lines:
-            _say(f"  | {line}")
+            _say(f"  | {line[:LINE_WIDTH]}")
 
     def _nothing_recorded(self, parent_code: int | None) -> int:
         """No worker says why: the launch itself failed."""

@@ -22,6 +22,9 @@ _PEER_SYMPTOM = re.compile(
     r"failed to (send|receive|recv)",
     re.IGNORECASE,
 )
+_MINDSPORE_ERROR = re.compile(r"\[(ERROR|CRITICAL)\] ")
+_NOISE = re.compile(r"\[(WARNING|INFO|DEBUG)\] ")
+_CALL_STACK = re.compile(r"- (C\+\+|The Function) Call Stack|#\s*0 In file|The function call stack")
 _LOG_TAIL_BYTES = 1 << 16
 
 
@@ -247,13 +250,17 @@ def tail_text(path: Path) -> str:
 
 
 def last_lines(path: Path, count: int = 15) -> list[str]:
-    """The last lines of a log that say something; from the last traceback on if there is one."""
+    """The last lines of a log that say something: MindSpore's errors, then the last traceback without its C++ half."""
     lines = [line.rstrip() for line in tail_text(path).splitlines()]
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    errors = [line for line in lines if _MINDSPORE_ERROR.match(line)][:2]
     if starts:
         lines = lines[starts[-1] :]
-    lines = [line for line in lines if line.strip(" -=") and "C++ Call Stack" not in line and "mindspore/ccsrc/" not in line]
-    return lines[-count:]
+    ends = [index for index, line in enumerate(lines) if _CALL_STACK.match(line)]
+    if starts and ends:
+        lines = lines[: ends[0]]
+    lines = [line for line in lines if line.strip(" -=") and line not in errors and not _NOISE.match(line)]
+    return errors + lines[-count:]
 
 
 def _signal_all(pids: Iterable[int], number: int) -> None:

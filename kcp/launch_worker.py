@@ -128,7 +128,9 @@ def _exit_code(leave: SystemExit) -> int:
 
 
 def _summary(error: BaseException) -> str:
+    """The error in a line; MindSpore's underlined headings are passed over."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" -")]
+    lines = [line for line in lines if not (line.startswith("- ") and line.endswith(":"))]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

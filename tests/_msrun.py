@@ -121,7 +121,9 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="kcp_msrun_") as name:
         folder = Path(name)
         logs = folder / "logs"
-        environment = {**os.environ, "GLOG_v": "3", "MS_CPU_COMM_OP_TIMEOUT": "30", **(env or {}), _MARK: mark}
+        # A collective waits for the slowest rank, which may still be compiling its graph on a busy machine.
+        defaults = {"GLOG_v": "3", "MS_CPU_COMM_OP_TIMEOUT": "120"}
+        environment = {**os.environ, **defaults, **(env or {}), _MARK: mark}
         scripts = str(Path(sys.executable).parent)
         environment["PATH"] = os.pathsep.join([scripts, environment.get("PATH", "")])
         paths = [str(REPO), str(REPO / "tests"), environment.get("PYTHONPATH", "")]

@@ -102,9 +102,15 @@ class StrategyCell(nn.Cell):
         return (out, final_state) + saved
 
     def bprop(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out, dout):
-        grads = self.strategy.backward(
-            q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out[2:], dout[0], dout[1], self.output_final_state
-        )
+        # every exchange of the backward comes after those of the forward, and after the later layers' (see state_scan.py)
+        q = ops.depend(q, out[0])
+        d_out = dout[0]
+        d_final = dout[1] if self.output_final_state else None
+        if d_out is not None:
+            q = ops.depend(q, d_out)
+        if d_final is not None:
+            d_final = ops.depend(d_final, q)
+        grads = self.strategy.backward(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out[2:], d_out, d_final)
         return grads + (cu - cu,)
 
 

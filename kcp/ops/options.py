@@ -161,6 +161,8 @@ def check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, initial_state, state_
     check_tensor("q", q, token_dims(layout, "Hk", "K"), sizes, STORAGE)
     check_tensor("k", k, token_dims(layout, "Hk", "K"), sizes, (str(q[1]),))
     check_tensor("v", v, token_dims(layout, "Hv", "V"), sizes, (str(q[1]),))
+    if sizes["Hk"] and sizes["Hv"] % sizes["Hk"]:
+        raise ValueError(f"v has Hv={sizes['Hv']} heads, q and k Hk={sizes['Hk']}; allowed: Hv a multiple of Hk")
     check_tensor("g", g, token_dims(layout, "Hv", "K"), sizes, STORAGE)
     check_tensor("beta", beta, token_dims(layout, "Hv"), sizes, STORAGE)
     sizes.setdefault("B", 1)
@@ -170,8 +172,6 @@ def check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, initial_state, state_
     for name, arg in (("K", "q"), ("V", "v")):
         if sizes[name] > MAX_WIDTH:
             raise ValueError(f"{arg} has {name}={sizes[name]}; allowed: 1 to {MAX_WIDTH}")
-    if sizes["Hv"] % sizes["Hk"]:
-        raise ValueError(f"v has Hv={sizes['Hv']} heads, q and k Hk={sizes['Hk']}; allowed: Hv a multiple of Hk")
     if a_log is not None:
         check_tensor("a_log", a_log, "Hv", sizes, ("Float32",))
     if dt_bias is not None:

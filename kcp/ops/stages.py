@@ -5,122 +5,26 @@ Shapes: B batch (1 for packed and NTD/TND inputs), Hk key heads, Hv value heads,
 t's chunk. ``docs/ops.md`` has the whole contract in one table.
 """
 
-from functools import lru_cache
+from mindspore import Tensor
 
-import mindspore as ms
-from mindspore import Tensor, nn, ops
-from mindspore.ops import constexpr
-
-from kcp.ops import backends
-from kcp.ops.chunk_kda import boundaries_of, check_boundary_info, resolve_scale
-from kcp.ops.numerics import in_graph
-from kcp.ops.options import (
-    BACKWARD_MODES,
-    STORAGE,
-    KdaOptions,
-    check_choice,
-    check_chunk_indices,
-    check_cu_seqlens,
-    check_flag,
-    check_inputs,
-    check_tensor,
-    describe,
-    is_host_boundaries,
-    require_tensor,
+from kcp.ops.chunk_kda import resolve_scale
+from kcp.ops.options import STORAGE, check_flag, describe, is_host_boundaries, require_tensor
+from kcp.ops.stage_cells import (
+    CACHE_SLOTS,
+    FLOAT32,
+    RSTD_SLOTS,
+    check_caches,
+    check_d_o,
+    check_merge,
+    check_norm_pair,
+    check_prepare,
+    check_state_count,
+    checked_boundaries,
+    merge_cell,
+    or_placeholder,
+    sequence_count,
+    stage_cell,
 )
-
-_SLOTS = {  # backward_mode -> positions of the thirteen caches that are returned
-    "none": (0, 1, 3, 4, 6, 7),
-    "forward": (0, 1, 2, 3, 4, 6, 7),
-    "recompute": (0, 1, 3, 4, 6, 7, 8, 9, 10, 11, 12),
-    "save": tuple(range(13)),
-}
-_RSTD_SLOTS = (10, 11)
-_FLOAT32 = ("Float32",)
-
-
-@constexpr(check=False)
-def _refuse_gradient(stage):
-    raise TypeError(
-        f"chunk_kda_{stage} is not differentiable; allowed: chunk_kda for automatic gradients, or the backward stages called explicitly"
-    )
-
-
-class _Stage(nn.Cell):
-    """One stage with its options fixed; a gradient through it is refused."""
-
-    def __init__(self, stage, opts):
-        super().__init__(auto_prefix=False)
-        self.stage = stage
-        self.opts = opts
-        self.run = getattr(backends.select(stage), stage)
-
-    def construct(self, tensors):
-        return self.run(self.opts, *tensors)
-
-    def bprop(self, tensors, out, dout):
-        _refuse_gradient(self.stage)
-        return (tensors,)
-
-
-@lru_cache(512)
-def _cached_stage(stage, opts, backend_name):
-    return _Stage(stage, opts)
-
-
-@constexpr(check=False)
-def _stage(stage, names, values, cu, boundaries, num_tokens, batch, chunk_indices):
-    """The Cell of a stage for options ``names = values``; ``cu`` host boundaries or None, ``boundaries`` (shape, dtype) of a Tensor."""
-    options = dict(zip(names, values, strict=True))
-    options["scale"] = options.get("scale", 1.0)
-    if (cu is not None or boundaries is not None) and batch != 1:
-        raise ValueError(f"cu_seqlens is given with B={batch}; allowed: B=1 (flatten the batch into one pack)")
-    if cu is not None:
-        cu = check_cu_seqlens(cu, num_tokens)
-        check_chunk_indices(chunk_indices, cu, options.get("chunk_size", 64))
-    elif boundaries is not None:
-        check_boundary_info(boundaries)
-        cu = "tensor"
-    opts = KdaOptions(cu_seqlens=cu, **options)
-    return _cached_stage(stage, opts, backends.select(stage).__name__)
-
-
-@constexpr(check=False)
-def _check_caches(names, infos, dims, dtypes, num_v_heads_of):
-    """Check caches against each other: parallel tuples of names, ``(shape, dtype)``, axis names and allowed dtypes."""
-    sizes = {}
-    for name, info, axes, allowed in zip(names, infos, dims, dtypes, strict=True):
-        if info is not None:
-            check_tensor(name, info, axes, sizes, allowed)
-    if num_v_heads_of and sizes["Hv"] % sizes["Hk"]:
-        raise ValueError(f"{num_v_heads_of} has Hv={sizes['Hv']} heads, q and k Hk={sizes['Hk']}; allowed: Hv a multiple of Hk")
-
-
-def _boundaries(cu_seqlens, num_tokens):
-    """``(host tuple or None, Tensor or None)``, a Tensor's values checked where they are known."""
-    host, tensor = boundaries_of(cu_seqlens)
-    if tensor is not None and not in_graph():
-        check_cu_seqlens(tensor.asnumpy().tolist(), num_tokens)
-    return host, tensor
-
-
-def _or_placeholder(x):
-    return ops.zeros((1,), ms.float32) if x is None else x
-
-
-@constexpr(check=False)
-def _check_prepare(tensors, layout, cu_length, backward_mode):
-    q, k, v, g, beta, a_log, dt_bias = tensors
-    check_choice("backward_mode", backward_mode, BACKWARD_MODES)
-    check_choice("layout", layout, ("BNSD", "BSND", "NTD", "TND"))
-    sizes = check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, None, False, cu_length)
-    return sizes["T"], sizes["B"], sizes["K"]
-
-
-def _count(host, tensor):
-    if tensor is not None:
-        return tensor.shape[0] - 1
-    return None if host is None else len(host) - 1
 
 
 def chunk_kda_fwd_prepare(
@@ -158,17 +62,17 @@ def chunk_kda_fwd_prepare(
     if is_host_boundaries(cu_seqlens):
         count = len(cu_seqlens) - 1
     infos = (describe(q), describe(k), describe(v), describe(g), describe(beta), describe(a_log), describe(dt_bias))
-    num_tokens, batch, width = _check_prepare(infos, layout, count, backward_mode)
-    host, tensor = _boundaries(cu_seqlens, num_tokens)
+    num_tokens, batch, width = check_prepare(infos, layout, count, backward_mode)
+    host, tensor = checked_boundaries(cu_seqlens, num_tokens)
     names = ("scale", "chunk_size", "layout", "has_a_log", "has_dt_bias", "epsilon", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
              "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "lower_bound", "use_exp2")  # fmt: skip
     values = (resolve_scale(scale, width), chunk_size, layout, a_log is not None, dt_bias is not None, epsilon, use_qk_l2norm_in_kernel,
               use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, use_exp2)  # fmt: skip
-    stage = _stage("fwd_prepare", names, values, host, describe(tensor), num_tokens, batch, chunk_indices)
-    caches = stage((q, k, v, g, beta, _or_placeholder(a_log), _or_placeholder(dt_bias), _or_placeholder(tensor)))
+    stage = stage_cell("fwd_prepare", names, values, host, describe(tensor), num_tokens, batch, chunk_indices)
+    caches = stage((q, k, v, g, beta, or_placeholder(a_log), or_placeholder(dt_bias), or_placeholder(tensor)))
     out = ()
     for i in range(13):
-        wanted = i in _SLOTS[backward_mode] and (use_qk_l2norm_in_kernel or i not in _RSTD_SLOTS)
+        wanted = i in CACHE_SLOTS[backward_mode] and (use_qk_l2norm_in_kernel or i not in RSTD_SLOTS)
         out = out + (caches[i] if wanted else None,)
     return out
 
@@ -185,12 +89,12 @@ def chunk_kda_pre_process_fwd(
     Returns:
         One float32 tensor in a tuple, ``[N,Hv,K,V+K]``, last axis ``[E | M]``.
     """
-    _check_caches(("k", "w", "u", "gk"), (describe(k), describe(w), describe(u), describe(gk)),
-                  ("B Hv T K", "B Hv T K", "B Hv T V", "B Hv T K"), (_FLOAT32,) * 4, "")  # fmt: skip
-    host, tensor = _boundaries(cu_seqlens, k.shape[2])
-    stage = _stage("pre_process_fwd", ("chunk_size", "use_exp2", "safe_gate"), (chunk_size, use_exp2, True), host, describe(tensor),
+    check_caches(("k", "w", "u", "gk"), (describe(k), describe(w), describe(u), describe(gk)),
+                  ("B Hv T K", "B Hv T K", "B Hv T V", "B Hv T K"), (FLOAT32,) * 4, "")  # fmt: skip
+    host, tensor = checked_boundaries(cu_seqlens, k.shape[2])
+    stage = stage_cell("pre_process_fwd", ("chunk_size", "use_exp2", "safe_gate"), (chunk_size, use_exp2, True), host, describe(tensor),
                    k.shape[2], k.shape[0], None)  # fmt: skip
-    return (stage((k, w, u, gk, _or_placeholder(tensor))),)
+    return (stage((k, w, u, gk, or_placeholder(tensor))),)
 
 
 def chunk_kda_fwd_h(
@@ -208,24 +112,18 @@ def chunk_kda_fwd_h(
         with ``state_v_first``.
     """
     check_flag("output_final_state", output_final_state)
-    host, tensor = _boundaries(cu_seqlens, k.shape[2])
+    host, tensor = checked_boundaries(cu_seqlens, k.shape[2])
     rows = "N" if cu_seqlens is not None else "B"
     state = rows + " Hv V K" if state_v_first else rows + " Hv K V"
-    _check_caches(("k", "w", "u", "gk", "initial_state"),
+    check_caches(("k", "w", "u", "gk", "initial_state"),
                   (describe(k), describe(w), describe(u), describe(gk), describe(initial_state)),
-                  ("B Hv T K", "B Hv T K", "B Hv T V", "B Hv T K", state), (_FLOAT32,) * 5, "")  # fmt: skip
-    _check_state_count("initial_state", describe(initial_state), _count(host, tensor))
+                  ("B Hv T K", "B Hv T K", "B Hv T V", "B Hv T K", state), (FLOAT32,) * 5, "")  # fmt: skip
+    check_state_count("initial_state", describe(initial_state), sequence_count(host, tensor))
     names = ("chunk_size", "use_exp2", "state_v_first", "has_initial_state", "safe_gate")
     values = (chunk_size, use_exp2, state_v_first, initial_state is not None, True)
-    stage = _stage("fwd_h", names, values, host, describe(tensor), k.shape[2], k.shape[0], chunk_indices)
-    h, v_new, final_state = stage((k, w, u, gk, _or_placeholder(initial_state), _or_placeholder(tensor)))
+    stage = stage_cell("fwd_h", names, values, host, describe(tensor), k.shape[2], k.shape[0], chunk_indices)
+    h, v_new, final_state = stage((k, w, u, gk, or_placeholder(initial_state), or_placeholder(tensor)))
     return h, v_new, final_state if output_final_state else None
-
-
-@constexpr(check=False)
-def _check_state_count(name, info, count):
-    if info is not None and count is not None and info[0][0] != count:
-        raise ValueError(f"{name} has shape {tuple(info[0])}; allowed: N={count} states, one a sequence of cu_seqlens")
 
 
 def chunk_kda_fwd_finalize(
@@ -241,12 +139,13 @@ def chunk_kda_fwd_finalize(
     Returns:
         Attention output, float32, e.g. ``[B,T,Hv,V]`` for BSND.
     """
-    _check_caches(("qg_scaled", "aqk", "v_new", "h"), (describe(qg_scaled), describe(aqk), describe(v_new), describe(h)),
-                  ("B Hv T K", "B Hv T C", "B Hv T V", "B Nc Hv V K" if state_v_first else "B Nc Hv K V"), (_FLOAT32,) * 4, "")  # fmt: skip
-    host, tensor = _boundaries(cu_seqlens, aqk.shape[2])
-    stage = _stage("fwd_finalize", ("chunk_size", "layout", "state_v_first", "safe_gate"), (aqk.shape[3], output_layout, state_v_first, True),
+    check_caches(("qg_scaled", "aqk", "v_new", "h"), (describe(qg_scaled), describe(aqk), describe(v_new), describe(h)),
+                  ("B Hv T K", "B Hv T C", "B Hv T V", "B Nc Hv V K" if state_v_first else "B Nc Hv K V"), (FLOAT32,) * 4, "")  # fmt: skip
+    host, tensor = checked_boundaries(cu_seqlens, aqk.shape[2])
+    names, values = ("chunk_size", "layout", "state_v_first", "safe_gate"), (aqk.shape[3], output_layout, state_v_first, True)
+    stage = stage_cell("fwd_finalize", names, values,
                    host, describe(tensor), aqk.shape[2], aqk.shape[0], chunk_indices)  # fmt: skip
-    return stage((qg_scaled, aqk, v_new, h, _or_placeholder(tensor)))
+    return stage((qg_scaled, aqk, v_new, h, or_placeholder(tensor)))
 
 
 def chunk_kda_bwd_prepare(
@@ -263,23 +162,15 @@ def chunk_kda_bwd_prepare(
     Returns:
         ``(dAqk = scale tril(do v_new^T) [B,Hv,T,C], dv_local = Aqk^T do [B,Hv,T,V], dq_raw = do h^T [B,Hv,T,K])``, float32.
     """
-    _check_caches(("aqk", "v_new", "h"), (describe(aqk), describe(v_new), describe(h)),
-                  ("B Hv T C", "B Hv T V", "B Nc Hv V K" if state_v_first else "B Nc Hv K V"), (_FLOAT32,) * 3, "")  # fmt: skip
-    _check_d_o(describe(d_o), describe(v_new), layout)
-    host, tensor = _boundaries(cu_seqlens, aqk.shape[2])
+    check_caches(("aqk", "v_new", "h"), (describe(aqk), describe(v_new), describe(h)),
+                  ("B Hv T C", "B Hv T V", "B Nc Hv V K" if state_v_first else "B Nc Hv K V"), (FLOAT32,) * 3, "")  # fmt: skip
+    check_d_o(describe(d_o), describe(v_new), layout)
+    host, tensor = checked_boundaries(cu_seqlens, aqk.shape[2])
     width = h.shape[4] if state_v_first else h.shape[3]
     names = ("scale", "layout", "chunk_size", "state_v_first", "safe_gate")
     values = (resolve_scale(scale, width), layout, chunk_size, state_v_first, True)
-    stage = _stage("bwd_prepare", names, values, host, describe(tensor), aqk.shape[2], aqk.shape[0], chunk_indices)
-    return stage((aqk, v_new, d_o, h, _or_placeholder(tensor)))
-
-
-@constexpr(check=False)
-def _check_d_o(info, v_new, layout):
-    check_choice("layout", layout, ("BNSD", "BSND", "NTD", "TND"))
-    b, hv, t, v = v_new[0]
-    axes = {"BNSD": "B Hv T V", "BSND": "B T Hv V", "NTD": "Hv T V", "TND": "T Hv V"}[layout]
-    check_tensor("d_o", info, axes, {"B": b, "Hv": hv, "T": t, "V": v}, STORAGE)
+    stage = stage_cell("bwd_prepare", names, values, host, describe(tensor), aqk.shape[2], aqk.shape[0], chunk_indices)
+    return stage((aqk, v_new, d_o, h, or_placeholder(tensor)))
 
 
 def chunk_kda_pre_process_bwd(
@@ -297,7 +188,7 @@ def chunk_kda_pre_process_bwd(
     stage, tensor = _backward_scan_stage(
         "pre_process_bwd", q, k, w, d_o, dv, gk, None, scale, chunk_size, cu_seqlens, None, use_exp2, False
     )
-    return stage((q, k, w, d_o, dv, gk, _or_placeholder(tensor)))
+    return stage((q, k, w, d_o, dv, gk, or_placeholder(tensor)))
 
 
 def chunk_kda_bwd_dhu(
@@ -317,22 +208,22 @@ def chunk_kda_bwd_dhu(
     """
     stage, tensor = _backward_scan_stage("bwd_dhu", q, k, w, d_o, dv, gk, dht, scale, chunk_size, cu_seqlens, chunk_indices, use_exp2,
                                          state_v_first)  # fmt: skip
-    dh, dh0, dv_scan = stage((q, k, w, d_o, dv, gk, _or_placeholder(dht), _or_placeholder(tensor)))
+    dh, dh0, dv_scan = stage((q, k, w, d_o, dv, gk, or_placeholder(dht), or_placeholder(tensor)))
     return dh, None if h0 is None else dh0, dv_scan
 
 
 def _backward_scan_stage(name, q, k, w, d_o, dv, gk, dht, scale, chunk_size, cu_seqlens, chunk_indices, use_exp2, state_v_first):
     rows = "N" if cu_seqlens is not None else "B"
     state = rows + " Hv V K" if state_v_first else rows + " Hv K V"
-    _check_caches(("q", "k", "w", "d_o", "dv", "gk", "dht"),
+    check_caches(("q", "k", "w", "d_o", "dv", "gk", "dht"),
                   (describe(q), describe(k), describe(w), describe(d_o), describe(dv), describe(gk), describe(dht)),
                   ("B Hv T K", "B Hv T K", "B Hv T K", "B Hv T V", "B Hv T V", "B Hv T K", state),
-                  (_FLOAT32, _FLOAT32, _FLOAT32, STORAGE, _FLOAT32, _FLOAT32, _FLOAT32), "")  # fmt: skip
-    host, tensor = _boundaries(cu_seqlens, k.shape[2])
-    _check_state_count("dht", describe(dht), _count(host, tensor))
+                  (FLOAT32, FLOAT32, FLOAT32, STORAGE, FLOAT32, FLOAT32, FLOAT32), "")  # fmt: skip
+    host, tensor = checked_boundaries(cu_seqlens, k.shape[2])
+    check_state_count("dht", describe(dht), sequence_count(host, tensor))
     names = ("scale", "chunk_size", "use_exp2", "state_v_first", "has_initial_state", "safe_gate")
     values = (resolve_scale(scale, k.shape[3]), chunk_size, use_exp2, state_v_first, dht is not None, True)
-    return _stage(name, names, values, host, describe(tensor), k.shape[2], k.shape[0], chunk_indices), tensor
+    return stage_cell(name, names, values, host, describe(tensor), k.shape[2], k.shape[0], chunk_indices), tensor
 
 
 def chunk_kda_bwd_finalize(
@@ -358,53 +249,27 @@ def chunk_kda_bwd_finalize(
     """
     c_states = "B Nc Hv V K" if state_v_first else "B Nc Hv K V"
     bias = "Hv K" if dt_bias is None or dt_bias.ndim == 2 else "HvK"
-    _check_caches(
-        ("q", "k", "v", "gk", "raw_g", "beta", "a_log", "dt_bias", "akk", "v_new", "h", "dh", "dv_scan", "d_aqk", "dq_raw", "q_rstd", "k_rstd"),
+    check_caches(
+        ("q", "k", "v", "gk", "raw_g", "beta", "a_log", "dt_bias", "akk", "v_new", "h", "dh", "dv_scan", "d_aqk", "dq_raw", "q_rstd",
+         "k_rstd"),
         (describe(q), describe(k), describe(v), describe(gk), describe(raw_g), describe(beta), describe(a_log), describe(dt_bias),
          describe(akk), describe(v_new), describe(h), describe(dh), describe(dv_scan), describe(d_aqk), describe(dq_raw), describe(q_rstd),
          describe(k_rstd)),
         ("B Hk T K", "B Hk T K", "B Hv T V", "B Hv T K", "B Hv T K", "B Hv T", "Hv", bias, "B Hv T C", "B Hv T V", c_states, "B Nc Hv K V",
          "B Hv T V", "B Hv T C", "B Hv T K", "B Hk T", "B Hk T"),
-        (STORAGE, STORAGE, STORAGE, _FLOAT32, STORAGE, STORAGE) + (_FLOAT32,) * 11, "v",
+        (STORAGE, STORAGE, STORAGE, FLOAT32, STORAGE, STORAGE) + (FLOAT32,) * 11, "v",
     )  # fmt: skip
-    _check_norm_pair(q_rstd is None, k_rstd is None)
-    host, tensor = _boundaries(cu_seqlens, k.shape[2])
+    check_norm_pair(q_rstd is None, k_rstd is None)
+    host, tensor = checked_boundaries(cu_seqlens, k.shape[2])
     names = ("scale", "lower_bound", "chunk_size", "safe_gate", "use_gate_in_kernel", "use_exp2", "state_v_first", "has_a_log",
              "has_dt_bias", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "layout")  # fmt: skip
     values = (resolve_scale(scale, k.shape[3]), lower_bound, chunk_size, safe_gate, use_gate_in_kernel, use_exp2, state_v_first,
-              a_log is not None, dt_bias is not None, q_rstd is not None, use_beta_sigmoid_in_kernel, allow_neg_eigval, output_layout)  # fmt: skip
-    stage = _stage("bwd_finalize", names, values, host, describe(tensor), k.shape[2], k.shape[0], chunk_indices)
-    grads = stage((q, k, v, raw_g, beta, _or_placeholder(a_log), _or_placeholder(dt_bias), akk, v_new, h, dh, dv_scan, d_aqk, dq_raw,
-                  _or_placeholder(q_rstd), _or_placeholder(k_rstd), _or_placeholder(tensor)))  # fmt: skip
+              a_log is not None, dt_bias is not None, q_rstd is not None, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+              output_layout)  # fmt: skip
+    stage = stage_cell("bwd_finalize", names, values, host, describe(tensor), k.shape[2], k.shape[0], chunk_indices)
+    grads = stage((q, k, v, raw_g, beta, or_placeholder(a_log), or_placeholder(dt_bias), akk, v_new, h, dh, dv_scan, d_aqk, dq_raw,
+                  or_placeholder(q_rstd), or_placeholder(k_rstd), or_placeholder(tensor)))  # fmt: skip
     return grads[:5] + (None if a_log is None else grads[5], None if dt_bias is None else grads[6])
-
-
-@constexpr(check=False)
-def _check_norm_pair(no_q, no_k):
-    if no_q != no_k:
-        raise ValueError("q_rstd and k_rstd: one is None, the other is not; allowed: both (in-kernel norm) or neither")
-
-
-@constexpr(check=False)
-def _check_merge(state, summaries, count, rank, forward, state_v_first):
-    """Check a merge; returns the ranks in the order they are applied."""
-    check_flag("forward", forward)
-    check_flag("state_v_first", state_v_first)
-    for name, value in (("pre_or_post_num_ranks", count), ("rank", rank)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; allowed: an integer")
-    batch = "B " if len(state[0]) == 4 else ""
-    sizes = {}
-    check_tensor("state", state, batch + ("Hv V K" if state_v_first else "Hv K V"), sizes, _FLOAT32)
-    sizes["V+K"] = sizes["V"] + sizes["K"]
-    check_tensor("summaries", summaries, "S " + batch + "Hv K V+K", sizes, _FLOAT32)
-    if not 0 <= rank < sizes["S"]:
-        raise ValueError(f"rank is {rank}; allowed: 0 to {sizes['S'] - 1}, there are S={sizes['S']} summaries")
-    limit = rank if forward else sizes["S"] - 1 - rank
-    if not 0 <= count <= limit:
-        side = "before" if forward else "after"
-        raise ValueError(f"pre_or_post_num_ranks is {count}; allowed: 0 to {limit}, the ranks {side} rank {rank} of {sizes['S']}")
-    return tuple(range(rank - count, rank)) if forward else tuple(range(rank + count, rank, -1))
 
 
 def chunk_kda_merge_fwd_bwd(
@@ -429,32 +294,5 @@ def chunk_kda_merge_fwd_bwd(
     """
     require_tensor("state", state)
     require_tensor("summaries", summaries)
-    ranks = _check_merge(describe(state), describe(summaries), pre_or_post_num_ranks, rank, forward, state_v_first)
-    return _merge_stage(state_v_first, ranks)(summaries)
-
-
-class _Merge(nn.Cell):
-    """The merge of fixed ranks; a gradient through it is refused."""
-
-    def __init__(self, opts, ranks):
-        super().__init__(auto_prefix=False)
-        self.opts = opts
-        self.ranks = ranks
-        self.run = backends.select("merge_fwd_bwd").merge_fwd_bwd
-
-    def construct(self, summaries):
-        return self.run(self.opts, summaries, self.ranks)
-
-    def bprop(self, summaries, out, dout):
-        _refuse_gradient("merge_fwd_bwd")
-        return (summaries,)
-
-
-@lru_cache(256)
-def _cached_merge(state_v_first, ranks, backend_name):
-    return _Merge(KdaOptions(1.0, safe_gate=True, state_v_first=state_v_first), ranks)
-
-
-@constexpr(check=False)
-def _merge_stage(state_v_first, ranks):
-    return _cached_merge(state_v_first, ranks, backends.select("merge_fwd_bwd").__name__)
+    ranks = check_merge(describe(state), describe(summaries), pre_or_post_num_ranks, rank, forward, state_v_first)
+    return merge_cell(state_v_first, ranks)(summaries)

@@ -63,7 +63,7 @@ class Halo(nn.Cell):
         return self.forward(x)
 
     def bprop(self, x, out, dout):
-        return (self.backward(x, dout),)
+        return (self.backward(x, ops.depend(dout, out)),)
 
     def forward(self, x):
         """The halo of this rank."""

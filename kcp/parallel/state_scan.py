@@ -15,7 +15,7 @@ from mindspore import ops
 
 from kcp.ops.layouts import transpose_state
 from kcp.parallel import summary
-from kcp.parallel.gradients import contribute, reduce_gate_parameters
+from kcp.parallel.gradients import reduce_gate_parameters, share_final_state, share_initial_gradient
 
 
 @ms.jit_class
@@ -66,18 +66,16 @@ class StateScan:
         state = ops.depend(state, gathered)
         out, final_state, saved = self.backend.forward_close(self.opts, q, k, v, g, beta, a_log, dt_bias, state, cu, opened)
         if output_final_state:
-            final_state = contribute(final_state, self.group.collectives, self.group.size - 1)
+            final_state = share_final_state(final_state, self.group.collectives)
             out = ops.depend(out, final_state)
         boundary = (state, gathered[..., shape[3] :]) if self.keep_transitions else (state,)
         return out, final_state, boundary + saved
 
-    def _incoming_gradient(self, q, v, cu, saved, caches, opened, d_out, d_final):
+    def _incoming_gradient(self, q, v, cu, saved, caches, opened, d_final):
         """Gradient ``[N, Hv, K, V]`` (K-first) of this rank's outgoing state; d_final K-first, the same on every rank."""
         batch, heads, width, value_width = self._state_shape(q, v)
         collectives = self.group.collectives
         none = ops.depend(ops.zeros((batch, heads, width, value_width + width), ms.float32), d_final)
-        if d_out is not None:
-            none = ops.depend(none, d_out)
         if self.keep_transitions:
             if self.is_first:
                 own = none[..., :value_width]
@@ -99,22 +97,22 @@ class StateScan:
             return ops.depend(d_final, d_e)
         return summary.suffix(d_e, d_m, self.group.rank, none[..., :value_width])
 
-    def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final, output_final_state):
+    def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final):
         """Gradients of this rank's tokens, partial (or reduced) parameter gradients, the whole initial-state gradient."""
         kept = 2 if self.keep_transitions else 1
         state = saved[0]
         caches, opened = self.backend.backward_open(self.opts, q, k, v, g, beta, a_log, dt_bias, state, cu, saved[kept:], d_out)
-        if output_final_state and d_final is not None:
+        if d_final is not None:
             grad = transpose_state(self.group.collectives.all_reduce(d_final), self.opts.state_v_first)
         else:
-            grad = ops.zeros(self._state_shape(q, v), ms.float32)
-        grad = transpose_state(self._incoming_gradient(q, v, cu, saved, caches, opened, d_out, grad), self.opts.state_v_first)
+            grad = ops.depend(ops.zeros(self._state_shape(q, v), ms.float32), q)
+        grad = transpose_state(self._incoming_gradient(q, v, cu, saved, caches, opened, grad), self.opts.state_v_first)
         dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self.backend.backward_close(
             self.opts, q, k, v, g, beta, a_log, dt_bias, state, cu, caches, opened, grad
         )
         da_log, ddt_bias, dq = reduce_gate_parameters(self.opts, da_log, ddt_bias, dq, self.group.collectives, self.reduced_by)
         if self.has_initial_state:
-            dh0 = contribute(ops.depend(dh0, dq), self.group.collectives, 0)
+            dh0 = share_initial_gradient(ops.depend(dh0, dq), self.group.collectives)
             dq = ops.depend(dq, dh0)
         else:
             dh0 = initial_state - initial_state

@@ -8,6 +8,7 @@ state is gathered. The two exchanges are each other's inverse and each other's a
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.ops import constexpr
 
 from kcp.parallel.gradients import reduce_gate_parameters
 
@@ -22,12 +23,12 @@ def check_heads(size: int, **heads: int) -> None:
 def sequence_to_heads(x: Tensor, group) -> Tensor:
     """``[B, T_local, H, D] -> [B, T, H / W, D]`` (D may be absent)."""
     lengths = group.lengths(x.shape[1])
-    longest = max(lengths)
+    longest = _longest(lengths)
     if x.shape[1] < longest:
         x = ops.concat((x, ops.zeros((x.shape[0], longest - x.shape[1]) + x.shape[2:], x.dtype)), 1)
     shape = x.shape
     x = x.reshape((shape[0], longest, group.size, shape[2] // group.size) + shape[3:])
-    received = group.collectives.all_to_all(_move_axis_first(x, 2))
+    received = group.collectives.all_to_all(ops.transpose(x, _axis_first(2, x.ndim)))
     parts = []
     for r in range(group.size):
         parts.append(received[r][:, : lengths[r]])
@@ -37,7 +38,7 @@ def sequence_to_heads(x: Tensor, group) -> Tensor:
 def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
     """``[B, T, H / W, D] -> [B, T_local, H, D]`` (D may be absent)."""
     lengths = group.lengths(local_tokens)
-    longest = max(lengths)
+    longest = _longest(lengths)
     pieces, begin = [], 0
     for r in range(group.size):
         piece = x[:, begin : begin + lengths[r]]
@@ -52,9 +53,14 @@ def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
     return ops.concat(tuple(heads), 2)
 
 
-def _move_axis_first(x: Tensor, axis: int) -> Tensor:
-    order = (axis,) + tuple(i for i in range(x.ndim) if i != axis)
-    return ops.transpose(x, order)
+@constexpr
+def _axis_first(axis: int, ndim: int) -> tuple:
+    return (axis,) + tuple(i for i in range(ndim) if i != axis)
+
+
+@constexpr
+def _longest(lengths: tuple) -> int:
+    return max(lengths)
 
 
 class SequenceToHeads(nn.Cell):
@@ -68,7 +74,7 @@ class SequenceToHeads(nn.Cell):
         return sequence_to_heads(x, self.group)
 
     def bprop(self, x, out, dout):
-        return (heads_to_sequence(dout, self.group, x.shape[1]),)
+        return (heads_to_sequence(ops.depend(dout, out), self.group, x.shape[1]),)
 
 
 class HeadsToSequence(nn.Cell):
@@ -82,7 +88,7 @@ class HeadsToSequence(nn.Cell):
         return heads_to_sequence(x, self.group, like.shape[1])
 
     def bprop(self, x, like, out, dout):
-        return sequence_to_heads(dout, self.group), ops.zeros(like.shape, like.dtype)
+        return sequence_to_heads(ops.depend(dout, out), self.group), ops.zeros(like.shape, like.dtype)
 
 
 class ContextParallel(nn.Cell):
@@ -135,10 +141,6 @@ class Ulysses:
         self.group = group
         self.reduced_by = reduced_by
 
-    def _local_heads(self, x, axis_size):
-        begin = self.group.rank * (axis_size // self.group.size)
-        return x[begin : begin + axis_size // self.group.size]
-
     def _exchange_in(self, q, k, v, g, beta, a_log, dt_bias, initial_state):
         """Inputs for the local heads; q|k and v|g|beta travel together."""
         width, value_width = q.shape[-1], v.shape[-1]
@@ -152,15 +154,19 @@ class Ulysses:
             v = sequence_to_heads(v, self.group)
             g = sequence_to_heads(ops.depend(g, v), self.group)
             beta = sequence_to_heads(ops.depend(beta, g), self.group)
-        heads = self.group.size * v.shape[2]
-        if self.opts.has_a_log:
-            a_log = self._local_heads(a_log, heads)
-        if self.opts.has_dt_bias:
-            dt_bias = self._local_heads(dt_bias, heads)
-        if self.opts.has_initial_state:
-            begin = self.group.rank * v.shape[2]
-            initial_state = initial_state[:, begin : begin + v.shape[2]]
+        a_log, dt_bias, initial_state = self._local_parameters(a_log, dt_bias, initial_state, v.shape[2])
         return qk[..., :width], qk[..., width:], v, g, beta, a_log, dt_bias, initial_state
+
+    def _local_parameters(self, a_log, dt_bias, initial_state, local_heads):
+        """What belongs to this rank's heads."""
+        begin, end = self.group.rank * local_heads, (self.group.rank + 1) * local_heads
+        if self.opts.has_a_log:
+            a_log = a_log[begin:end]
+        if self.opts.has_dt_bias:
+            dt_bias = dt_bias.reshape((self.group.size * local_heads, -1))[begin:end]
+        if self.opts.has_initial_state:
+            initial_state = initial_state[:, begin:end]
+        return a_log, dt_bias, initial_state
 
     def _gather_heads(self, state):
         """``[N, H / W, ...] -> [N, H, ...]`` on every rank."""
@@ -183,7 +189,7 @@ class Ulysses:
         return ops.concat(tuple(parts), 0)
 
     def forward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, output_final_state):
-        """This rank's tokens in and out (BSND); ``(out, final_state, saved)``."""
+        """This rank's tokens in and out (BSND); ``(out, final_state, saved)``, saved = the exchanged inputs, local caches."""
         local_tokens = v.shape[1]
         inputs = self._exchange_in(q, k, v, g, beta, a_log, dt_bias, initial_state)
         out, final_state, saved = self.backend.op_forward(
@@ -192,25 +198,22 @@ class Ulysses:
         if output_final_state:
             final_state = self._gather_heads(final_state)
             out = ops.depend(out, final_state)
-        return heads_to_sequence(out, self.group, local_tokens), final_state, saved
+        return heads_to_sequence(out, self.group, local_tokens), final_state, inputs[:5] + saved
 
-    def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final, output_final_state):
+    def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final):
         """Gradients of this rank's tokens, partial (or reduced) parameter gradients, the whole initial-state gradient."""
-        local_tokens = v.shape[1]
-        arrived = d_out if d_out is not None else d_final
-        inputs = self._exchange_in(ops.depend(q, arrived), k, v, g, beta, a_log, dt_bias, initial_state)
+        local_tokens, whole_bias = v.shape[1], dt_bias.shape
+        lq, lk, lv, lg, lbeta = saved[:5]
+        a_log, dt_bias, initial_state = self._local_parameters(a_log, dt_bias, initial_state, lv.shape[2])
         if d_out is not None:
-            d_out = sequence_to_heads(ops.depend(d_out, inputs[2]), self.group)
-        if not output_final_state:
-            d_final = None
+            d_out = sequence_to_heads(ops.depend(d_out, q), self.group)
         if d_final is not None:
-            begin = self.group.rank * inputs[2].shape[2]
-            d_final = ops.depend(d_final, inputs[2])
             if d_out is not None:
                 d_final = ops.depend(d_final, d_out)
-            d_final = self.group.collectives.all_reduce(d_final)[:, begin : begin + inputs[2].shape[2]]
+            begin = self.group.rank * lv.shape[2]
+            d_final = self.group.collectives.all_reduce(d_final)[:, begin : begin + lv.shape[2]]
         dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self.backend.op_backward(
-            self.opts, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6], inputs[7], cu, saved, d_out, d_final
+            self.opts, lq, lk, lv, lg, lbeta, a_log, dt_bias, initial_state, cu, saved[5:], d_out, d_final
         )
         width = dq.shape[-1]
         dqk = heads_to_sequence(ops.concat((dq, dk), -1), self.group, local_tokens)
@@ -221,7 +224,7 @@ class Ulysses:
         if self.opts.has_a_log:
             da_log = self._spread_heads(da_log)
         if self.opts.has_dt_bias:
-            ddt_bias = self._spread_heads(ddt_bias)
+            ddt_bias = self._spread_heads(ddt_bias).reshape(whole_bias)
         da_log, ddt_bias, dqk = reduce_gate_parameters(self.opts, da_log, ddt_bias, dqk, self.group.collectives, self.reduced_by)
         if self.opts.has_initial_state:
             dh0 = self._gather_heads(ops.depend(dh0, dqk))

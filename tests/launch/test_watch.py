@@ -96,13 +96,22 @@ def test_msrun_log_names_exit_codes(tmp_path):
     assert msrun_exit_codes(tmp_path / "none") == {}
 
 
-def test_last_lines_begin_at_the_last_traceback_and_leave_out_noise(tmp_path):
+def test_last_lines_are_the_errors_and_the_last_traceback_without_call_stacks(tmp_path):
     log = tmp_path / "worker_0.log"
     log.write_text(
-        "step 1\nTraceback (most recent call last):\nold\nstep 2\nTraceback (most recent call last):\n  File x\n"
-        "RuntimeError: y\n\n-----\n- C++ Call Stack: (For framework developers)\n-----\nmindspore/ccsrc/a.cc:1 Run\n"
+        "step 1\nTraceback (most recent call last):\nold\nstep 2\n[ERROR] RingAllGather] sizes differ\n"
+        "Traceback (most recent call last):\n  File x\nRuntimeError: \n-----\n- Kernel error:\n-----\ny\n\n-----\n"
+        "- The Function Call Stack: (For framework developers)\n-----\nIn file z\n"
     )
-    assert last_lines(log) == ["Traceback (most recent call last):", "  File x", "RuntimeError: y"]
+    expected = ["Traceback (most recent call last):", "  File x", "RuntimeError:", "- Kernel error:", "y"]
+    assert last_lines(log) == ["[ERROR] RingAllGather] sizes differ", *expected]
+
+
+def test_last_lines_without_a_traceback_are_the_last_ones(tmp_path):
+    log = tmp_path / "worker_0.log"
+    log.write_text("".join(f"line {number}\n\n[WARNING] ME(1): waiting\n" for number in range(40)))
+    assert last_lines(log, 2) == ["line 38", "line 39"]
+    assert last_lines(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(

@@ -104,24 +104,33 @@ def gradients(network, inputs):
     return ops.value_and_grad(network, None, weights, has_aux=True)(*inputs)[1]
 
 
+def slope_along(network, inputs, weight, direction, step):
+    """Derivative of the loss along ``direction`` at 0: central differences, extrapolated from two steps."""
+    value, quotients = weight.asnumpy(), []
+    for size in (step, step / 2):
+        ends = []
+        for sign in (1, -1):
+            weight.set_data(Tensor((value + sign * size * direction).astype(np.float32)))
+            ends.append(float(network(*inputs)[0]))
+        quotients.append((ends[0] - ends[1]) / (2 * size))
+    weight.set_data(Tensor(value))
+    return (4 * quotients[1] - quotients[0]) / 3
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradient_along_a_random_direction_equals_the_difference_quotient(tied):
-    network, inputs = build(tie_word_embeddings=tied), batch()
+    network, inputs = build(tie_word_embeddings=tied, num_hidden_layers=1), batch()
     weights = network.trainable_params()
     slopes = gradients(network, inputs)
     rng = np.random.default_rng(3)
     for weight, slope in zip(weights, slopes, strict=True):
-        value, slope = weight.asnumpy(), slope.asnumpy().astype(np.float64)
-        # Along the gradient and a random direction: far from zero, and not blind to a wrong part.
+        if tied and "embed_tokens" not in weight.name:
+            continue
+        slope = slope.asnumpy().astype(np.float64)
+        # Along the gradient plus a random direction: far from zero, and not blind to a wrong part.
         direction = slope / np.linalg.norm(slope) + 0.5 * rng.normal(size=slope.shape) / np.sqrt(slope.size)
-        step = 2e-2 / np.linalg.norm(direction)
-        ends = []
-        for sign in (1, -1):
-            weight.set_data(Tensor((value + sign * step * direction).astype(np.float32)))
-            ends.append(float(network(*inputs)[0]))
-        weight.set_data(Tensor(value))
-        want = (slope * direction).sum()
-        assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(want, rel=2e-2, abs=2e-2), weight.name
+        got = slope_along(network, inputs, weight, direction, 2e-3)
+        assert got == pytest.approx((slope * direction).sum(), rel=3e-3, abs=3e-2), weight.name
 
 
 def test_graph_mode_equals_pynative():
@@ -169,9 +178,8 @@ def test_more_context_parallel_ranks_than_launched_are_refused():
 
 
 def test_registered_with_mindformers():
-    from mindformers.core.context import build_context  # noqa: F401  MindFormers reads its registry after this import
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
     registry = MindFormerRegister.registry
     assert registry[MindFormerModuleType.MODELS]["mcore_KimiLinearForCausalLM"] is KimiLinearForCausalLM
-    assert registry[MindFormerModuleType.CONFIG]["mcore_kimi_linear"] is KimiLinearConfig
+    assert registry[MindFormerModuleType.CONFIG]["mcore_KimiLinearConfig"] is KimiLinearConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from mindspore import Tensor
-from op_cases import STORED, Problem, boundaries, tensor_of, to_numpy
+from op_cases import STORED, Problem, boundaries, rounded, tensor_of, to_numpy
 
 from kcp import ops as kcp_ops
 
@@ -95,7 +95,7 @@ class Chain:
         return dict(zip(("q", "k", "v", "beta", "g", "a_log", "dt_bias"), result, strict=True))
 
     def run(self) -> dict[str, np.ndarray]:
-        """Outputs and gradients, as the oracle names them."""
+        """Outputs and gradients, as the oracle names them, rounded to what the op returns: caches are float32."""
         h0 = self.parameter("initial_state")
         dht = None if self.problem.d_final_state is None else Tensor(self.problem.d_final_state)
         c = self.prepare()
@@ -108,6 +108,7 @@ class Chain:
         result = {n: g for n, g in grads.items() if n in self.values}
         result |= {"out": out, "final_state": final_state} | ({} if h0 is None else {"initial_state": dh0})
         result = {n: to_numpy(x) for n, x in result.items()}
+        result.update({n: rounded(result[n], self.problem.dtype) for n in (*STORED, "out")})
         if "dt_bias" in result:
             result["dt_bias"] = result["dt_bias"].reshape(self.problem.inputs["dt_bias"].shape)
         return result

@@ -40,7 +40,7 @@ model:
     vocab_size: 259
     hidden_size: 32
     intermediate_size: 64
-    num_hidden_layers: 2
+    num_hidden_layers: {layers}
     linear_num_heads: 2
     linear_head_dim: 16
     seq_length: 80
@@ -52,7 +52,7 @@ runner_wrapper: {{type: KcpTrainOneStepCell, max_grad_norm: 1.0, max_skipped_ste
 """
 
 
-def write_config(folder: Path, *, dp=1, cp=1, strategy="none", tied=False, learning_rate=3.0e-3, batch_size=2) -> Path:
+def write_config(folder: Path, *, dp=1, cp=1, strategy="none", tied=False, learning_rate=3.0e-3, batch_size=2, layers=1) -> Path:
     """Write a configuration of ``dp * cp`` workers; the global batch is ``batch_size * dp`` samples."""
     text = CONFIG.format(
         output_dir=folder / "out",
@@ -63,6 +63,7 @@ def write_config(folder: Path, *, dp=1, cp=1, strategy="none", tied=False, learn
         tied=tied,
         learning_rate=f"{learning_rate:.4e}",
         batch_size=batch_size,
+        layers=layers,
     )
     path = folder / "config.yaml"
     path.write_text(text)
@@ -99,7 +100,7 @@ def train(folder: Path, *, steps=20, mode="graph", **options) -> list[dict]:
     folder.mkdir(parents=True, exist_ok=True)
     config = write_config(folder, **options)
     workers = options.get("dp", 1) * options.get("cp", 1)
-    start(workers, ["--stand-in", str(config), "--steps", str(steps), "--mode", mode], folder)
+    start(workers, [str(config), "--steps", str(steps), "--mode", mode], folder)
     return read_metrics(folder)
 
 

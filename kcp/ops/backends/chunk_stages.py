@@ -1,7 +1,8 @@
 """KDA's stages on chunks, in MindSpore ops: what the composite backend computes (design section 2).
 
 Shapes: B batch, H = Hv value heads, G = Hk key heads, T tokens, N chunks, C tokens a chunk, K key width, V value width, S sequences;
-everything float32 and head-major. ``plan`` and ``index`` (``kcp.ops.sequences``) turn tokens ``[B, H, T, *]`` into chunks ``[B, H, N, C, *]``.
+everything float32 and head-major. ``plan`` and ``index`` (``kcp.ops.sequences``) turn tokens ``[B, H, T, *]`` into chunks
+``[B, H, N, C, *]``.
 """
 
 import mindspore as ms

@@ -1,32 +1,7 @@
-"""Stand-ins for parts that tests of the training path do not need: a token-wise layer for KDA, synthetic samples."""
+"""Synthetic samples for the training tests."""
 
-import sys
-import types
-
-import mindspore as ms
 import numpy as np
-from mindspore import nn, ops
 from mindspore.dataset import GeneratorDataset
-
-
-def install_layer():
-    """Put a token-wise layer in the place of KDA."""
-    from kcp.layers.linear import Linear
-
-    class KdaAttentionConfig(types.SimpleNamespace):
-        pass
-
-    class KdaAttention(nn.Cell):
-        def __init__(self, config, group):
-            super().__init__()
-            self.o_proj = Linear(config.hidden_size, config.hidden_size)
-
-        def construct(self, x):
-            return ops.tanh(self.o_proj(x))
-
-    module = types.ModuleType("kcp.layers.kda_attention")
-    module.KdaAttention, module.KdaAttentionConfig = KdaAttention, KdaAttentionConfig
-    sys.modules[module.__name__] = module
 
 
 def install_loader():
@@ -47,5 +22,3 @@ def install_loader():
                 rows.append((tokens[:-1], labels, mask, boundaries))
             shards, shard = (num_shards or 1) // context_parallel, (shard_id or 0) // context_parallel
             return GeneratorDataset(rows[shard::shards], column_names, shuffle=False)
-
-    return ms

@@ -1,0 +1,184 @@
+"""What the nine public stages share: argument checks, and the Cells that run a stage and refuse a gradient through it."""
+
+from functools import lru_cache
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.ops import constexpr
+
+from kcp.ops import backends
+from kcp.ops.chunk_kda import boundaries_of, check_boundary_info
+from kcp.ops.numerics import in_graph
+from kcp.ops.options import (
+    BACKWARD_MODES,
+    STORAGE,
+    KdaOptions,
+    check_choice,
+    check_chunk_indices,
+    check_cu_seqlens,
+    check_flag,
+    check_inputs,
+    check_tensor,
+)
+
+CACHE_SLOTS = {  # backward_mode -> positions of the thirteen caches that are returned
+    "none": (0, 1, 3, 4, 6, 7),
+    "forward": (0, 1, 2, 3, 4, 6, 7),
+    "recompute": (0, 1, 3, 4, 6, 7, 8, 9, 10, 11, 12),
+    "save": tuple(range(13)),
+}
+RSTD_SLOTS = (10, 11)
+FLOAT32 = ("Float32",)
+
+
+@constexpr(check=False)
+def refuse_gradient(stage):
+    raise TypeError(
+        f"chunk_kda_{stage} is not differentiable; allowed: chunk_kda for automatic gradients, or the backward stages called explicitly"
+    )
+
+
+class Stage(nn.Cell):
+    """One stage with its options fixed; a gradient through it is refused."""
+
+    def __init__(self, stage, opts):
+        super().__init__(auto_prefix=False)
+        self.stage = stage
+        self.opts = opts
+        self.run = getattr(backends.select(stage), stage)
+
+    def construct(self, tensors):
+        return self.run(self.opts, *tensors)
+
+    def bprop(self, tensors, out, dout):
+        refuse_gradient(self.stage)
+        return (tensors,)
+
+
+@lru_cache(512)
+def cached_stage(stage, opts, backend_name):
+    return Stage(stage, opts)
+
+
+@constexpr(check=False)
+def stage_cell(stage, names, values, cu, boundaries, num_tokens, batch, chunk_indices):
+    """The Cell of a stage for options ``names = values``; ``cu`` host boundaries or None, ``boundaries`` (shape, dtype) of a Tensor."""
+    options = dict(zip(names, values, strict=True))
+    options["scale"] = options.get("scale", 1.0)
+    if (cu is not None or boundaries is not None) and batch != 1:
+        raise ValueError(f"cu_seqlens is given with B={batch}; allowed: B=1 (flatten the batch into one pack)")
+    if cu is not None:
+        cu = check_cu_seqlens(cu, num_tokens)
+        check_chunk_indices(chunk_indices, cu, options.get("chunk_size", 64))
+    elif boundaries is not None:
+        check_boundary_info(boundaries)
+        cu = "tensor"
+    opts = KdaOptions(cu_seqlens=cu, **options)
+    return cached_stage(stage, opts, backends.select(stage).__name__)
+
+
+@constexpr(check=False)
+def check_caches(names, infos, dims, dtypes, num_v_heads_of):
+    """Check caches against each other: parallel tuples of names, ``(shape, dtype)``, axis names and allowed dtypes."""
+    sizes = {}
+    for name, info, axes, allowed in zip(names, infos, dims, dtypes, strict=True):
+        if info is not None:
+            check_tensor(name, info, axes, sizes, allowed)
+    if num_v_heads_of and sizes["Hv"] % sizes["Hk"]:
+        raise ValueError(f"{num_v_heads_of} has Hv={sizes['Hv']} heads, q and k Hk={sizes['Hk']}; allowed: Hv a multiple of Hk")
+
+
+def checked_boundaries(cu_seqlens, num_tokens):
+    """``(host tuple or None, Tensor or None)``, a Tensor's values checked where they are known."""
+    host, tensor = boundaries_of(cu_seqlens)
+    if tensor is not None and not in_graph():
+        check_cu_seqlens(tensor.asnumpy().tolist(), num_tokens)
+    return host, tensor
+
+
+def or_placeholder(x):
+    return ops.zeros((1,), ms.float32) if x is None else x
+
+
+@constexpr(check=False)
+def check_prepare(tensors, layout, cu_length, backward_mode):
+    q, k, v, g, beta, a_log, dt_bias = tensors
+    check_choice("backward_mode", backward_mode, BACKWARD_MODES)
+    check_choice("layout", layout, ("BNSD", "BSND", "NTD", "TND"))
+    sizes = check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, None, False, cu_length)
+    return sizes["T"], sizes["B"], sizes["K"]
+
+
+def sequence_count(host, tensor):
+    if tensor is not None:
+        return tensor.shape[0] - 1
+    return None if host is None else len(host) - 1
+
+
+@constexpr(check=False)
+def check_state_count(name, info, count):
+    if info is not None and count is not None and info[0][0] != count:
+        raise ValueError(f"{name} has shape {tuple(info[0])}; allowed: N={count} states, one a sequence of cu_seqlens")
+
+
+@constexpr(check=False)
+def check_d_o(info, v_new, layout):
+    check_choice("layout", layout, ("BNSD", "BSND", "NTD", "TND"))
+    b, hv, t, v = v_new[0]
+    axes = {"BNSD": "B Hv T V", "BSND": "B T Hv V", "NTD": "Hv T V", "TND": "T Hv V"}[layout]
+    check_tensor("d_o", info, axes, {"B": b, "Hv": hv, "T": t, "V": v}, STORAGE)
+
+
+@constexpr(check=False)
+def check_norm_pair(no_q, no_k):
+    if no_q != no_k:
+        raise ValueError("q_rstd and k_rstd: one is None, the other is not; allowed: both (in-kernel norm) or neither")
+
+
+@constexpr(check=False)
+def check_merge(state, summaries, count, rank, forward, state_v_first):
+    """Check a merge; returns the ranks in the order they are applied."""
+    check_flag("forward", forward)
+    check_flag("state_v_first", state_v_first)
+    for name, value in (("pre_or_post_num_ranks", count), ("rank", rank)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; allowed: an integer")
+    batch = "B " if len(state[0]) == 4 else ""
+    sizes = {}
+    check_tensor("state", state, batch + ("Hv V K" if state_v_first else "Hv K V"), sizes, FLOAT32)
+    sizes["V+K"] = sizes["V"] + sizes["K"]
+    check_tensor("summaries", summaries, "S " + batch + "Hv K V+K", sizes, FLOAT32)
+    if not 0 <= rank < sizes["S"]:
+        raise ValueError(f"rank is {rank}; allowed: 0 to {sizes['S'] - 1}, there are S={sizes['S']} summaries")
+    limit = rank if forward else sizes["S"] - 1 - rank
+    if not 0 <= count <= limit:
+        side = "before" if forward else "after"
+        raise ValueError(f"pre_or_post_num_ranks is {count}; allowed: 0 to {limit}, the ranks {side} rank {rank} of {sizes['S']}")
+    return tuple(range(rank - count, rank)) if forward else tuple(range(rank + count, rank, -1))
+
+
+class Merge(nn.Cell):
+    """The merge of fixed ranks; a gradient through it is refused."""
+
+    def __init__(self, opts, ranks):
+        super().__init__(auto_prefix=False)
+        self.opts = opts
+        self.ranks = ranks
+        self.run = backends.select("merge_fwd_bwd").merge_fwd_bwd
+
+    def construct(self, summaries):
+        return self.run(self.opts, summaries, self.ranks)
+
+    def bprop(self, summaries, out, dout):
+        refuse_gradient("merge_fwd_bwd")
+        return (summaries,)
+
+
+@lru_cache(256)
+def cached_merge(state_v_first, ranks, backend_name):
+    return Merge(KdaOptions(1.0, safe_gate=True, state_v_first=state_v_first), ranks)
+
+
+@constexpr(check=False)
+def merge_cell(state_v_first, ranks):
+    return cached_merge(state_v_first, ranks, backends.select("merge_fwd_bwd").__name__)

@@ -1,0 +1,155 @@
+"""Random problems for KdaCore over W ranks, run in lockstep or under msrun, and compared with the float64 recurrence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from kcp.layers import KdaCore, KdaCoreConfig
+from kcp.ops.options import describe
+from kcp.ops.reference import kda_reference_grad
+from kcp.parallel import CpGroup
+
+TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
+INPUTS = TOKEN_INPUTS + ("a_log", "dt_bias", "initial_state")
+
+
+@dataclass(frozen=True)
+class CoreProblem:
+    """One call of KdaCore over all tokens: sizes, options, and which slices the ranks hold."""
+
+    lengths: tuple[int, ...]
+    strategy: str
+    batch: int = 2
+    num_heads: int = 2
+    num_v_heads: int = 4
+    head_dim: int = 12
+    v_head_dim: int = 10
+    slow: bool = True
+    with_initial_state: bool = True
+    with_final_state: bool = True
+    cu_seqlens: tuple[int, ...] | None = None
+    seed: int = 0
+    options: dict = field(default_factory=dict)
+
+    def config(self, strategy: str | None = None) -> KdaCoreConfig:
+        defaults = {"safe_gate": True, "allow_neg_eigval": True, "chunk_size": 16}
+        return KdaCoreConfig(
+            num_heads=self.num_heads,
+            num_v_heads=self.num_v_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            strategy=self.strategy if strategy is None else strategy,
+            **{**defaults, **self.options},
+        )
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Inputs, ``d_out`` and ``d_final`` over all tokens, float32; slow decay (a near 0) unless asked otherwise."""
+        rng = np.random.default_rng(self.seed)
+        b, t, hk, hv, k, v = self.batch, sum(self.lengths), self.num_heads, self.num_v_heads, self.head_dim, self.v_head_dim
+        n = b if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        state = (n, hv, v, k) if self.config().state_v_first else (n, hv, k, v)
+        shapes = {
+            "q": (b, t, hk, k), "k": (b, t, hk, k), "v": (b, t, hv, v), "g": (b, t, hv, k), "beta": (b, t, hv),
+            "a_log": (hv,), "dt_bias": (hv, k), "initial_state": state, "d_out": (b, t, hv, v), "d_final": state,
+        }  # fmt: skip
+        out = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        out["a_log"] *= 0.3
+        out["g"] -= 6.0 if self.slow else 0.0
+        return out
+
+    def truth(self) -> dict[str, np.ndarray]:
+        """Outputs and gradients of the float64 recurrence over all tokens."""
+        x, c = self.arrays(), self.config()
+        inputs = {name: x[name] for name in INPUTS if name != "initial_state" or self.with_initial_state}
+        return kda_reference_grad(
+            **inputs,
+            cu_seqlens=self.cu_seqlens,
+            safe_gate=c.safe_gate,
+            allow_neg_eigval=c.allow_neg_eigval,
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            state_v_first=c.state_v_first,
+            d_out=x["d_out"],
+            d_final_state=x["d_final"] if self.with_final_state else None,
+        )
+
+    def rank_tensors(self, rank: int) -> dict[str, Tensor]:
+        """What rank ``rank`` holds; every rank puts an equal part of the final state's gradient into the loss."""
+        x = self.arrays()
+        begin = sum(self.lengths[:rank])
+        end = begin + self.lengths[rank]
+        local = {name: Tensor(x[name][:, begin:end].copy()) for name in (*TOKEN_INPUTS, "d_out")}
+        whole = {name: Tensor(x[name]) for name in ("a_log", "dt_bias", "initial_state")}
+        return {**local, **whole, "d_final": Tensor(x["d_final"] / len(self.lengths))}
+
+
+def run_explicit(problem: CoreProblem, group: CpGroup) -> dict[str, np.ndarray]:
+    """One rank's outputs and gradients through the strategy's explicit forward and backward (for lockstep runs)."""
+    t = problem.rank_tensors(group.rank)
+    core = KdaCore(problem.config(), group)
+    state = t["initial_state"] if problem.with_initial_state else None
+    tensors = [t[name] for name in INPUTS[:-1]] + [state]
+    cell = core.strategy_cell(tuple(describe(x) for x in tensors), problem.cu_seqlens, None, problem.with_final_state)
+    placeholder = ops.zeros((1,), ms.float32)
+    inputs = tensors[:-1] + [placeholder if state is None else state, placeholder]
+    results = cell.construct(*inputs)
+    grads = cell.bprop(*inputs, results, (t["d_out"], t["d_final"] if problem.with_final_state else None))
+    return _named(results[0], results[1] if problem.with_final_state else None, grads)
+
+
+def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool) -> dict[str, np.ndarray]:
+    """One rank's outputs and gradients through ``ms.grad`` of a loss, in PyNative or compiled (for msrun workers)."""
+    t = problem.rank_tensors(group.rank)
+    core = KdaCore(problem.config(), group)
+    d_out, d_final = t["d_out"], t["d_final"]
+    with_initial, with_final, cu = problem.with_initial_state, problem.with_final_state, problem.cu_seqlens
+
+    def loss(q, k, v, g, beta, a_log, dt_bias, initial_state):
+        out, final_state = core(
+            q, k, v, g, beta, a_log, dt_bias, initial_state if with_initial else None, cu, output_final_state=with_final
+        )
+        total = (out * d_out).sum()
+        if with_final:
+            return total + (final_state * d_final).sum(), out, final_state
+        return total, out, out
+
+    grad = ms.value_and_grad(loss, tuple(range(8)), has_aux=True)
+    if jit:
+        grad = ms.jit(grad)
+    (_, out, final_state), grads = grad(*[t[name] for name in INPUTS])
+    return _named(out, final_state if with_final else None, grads)
+
+
+def _named(out, final_state, grads) -> dict[str, np.ndarray]:
+    named = {"out": out, **dict(zip(INPUTS, grads[:8], strict=True))}
+    if final_state is not None:
+        named["final_state"] = final_state
+    return {name: x.asnumpy() for name, x in named.items()}
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    """Relative L2 distance of a from b."""
+    return float(np.linalg.norm(a.astype(np.float64) - b) / max(float(np.linalg.norm(b)), 1e-30))
+
+
+def check(problem: CoreProblem, ranks: list[dict[str, np.ndarray]], forward: float = 1e-5, backward: float = 5e-5) -> None:
+    """Every rank's results, put together, against the float64 recurrence."""
+    truth = problem.truth()
+    assert relative(np.concatenate([r["out"] for r in ranks], 1), truth["out"]) <= forward
+    if problem.with_final_state:
+        for r in ranks:
+            assert relative(r["final_state"], truth["final_state"]) <= forward
+    for name in TOKEN_INPUTS:
+        assert relative(np.concatenate([r[name] for r in ranks], 1), truth[name]) <= backward, name
+    whole = problem.config().reduce_replicated_grads == "kcp"
+    a_log = ranks[0]["a_log"] if whole else sum(r["a_log"] for r in ranks)
+    dt_bias = ranks[0]["dt_bias"] if whole else sum(r["dt_bias"] for r in ranks)
+    assert np.all(np.abs(a_log - truth["a_log"]) <= 1e-5 * truth["a_log_terms"])
+    assert relative(dt_bias, truth["dt_bias"]) <= backward
+    if problem.with_initial_state:
+        for r in ranks:
+            assert relative(r["initial_state"], truth["initial_state"]) <= backward

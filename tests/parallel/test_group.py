@@ -1,0 +1,78 @@
+"""CpGroup: slices and its errors; KdaCore's refusals."""
+
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+from kcp.layers import KdaCore, KdaCoreConfig
+from kcp.parallel import ContextParallel, CpGroup
+from kcp.parallel.lockstep import LockstepCollectives, _Hub
+
+
+def _group(rank=0, size=2, slice_lengths=None):
+    return CpGroup(rank, size, slice_lengths, LockstepCollectives(_Hub(size), rank))
+
+
+def test_slice_bounds():
+    assert [_group(r, 3).slice_bounds(12) for r in range(3)] == [(0, 4), (4, 8), (8, 12)]
+    assert [_group(r, 3, (5, 0, 2)).slice_bounds(7) for r in range(3)] == [(0, 5), (5, 5), (5, 7)]
+    assert CpGroup.single().slice_bounds(7) == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: _group(2, 2), ["rank is 2", "0 to 1"]),
+        (lambda: CpGroup(0, 0), ["size is 0", "at least 1"]),
+        (lambda: _group(0, 2, (1, 2, 3)), ["slice_lengths is (1, 2, 3)", "2 integers"]),
+        (lambda: _group(0, 2, (1, -2)), ["slice_lengths is (1, -2)", ">= 0"]),
+        (lambda: _group(0, 2).slice_bounds(7), ["num_tokens is 7", "multiple of the group's size 2"]),
+        (lambda: _group(0, 2, (3, 3)).slice_bounds(7), ["add up to 6", "num_tokens=7"]),
+        (lambda: KdaCoreConfig(num_heads=4, num_v_heads=6), ["num_v_heads is 6", "multiple of num_heads=4"]),
+        (lambda: KdaCoreConfig(num_heads=4, head_dim=300), ["head_dim is 300", "<= 256"]),
+        (lambda: KdaCoreConfig(num_heads=4, strategy="ring"), ["strategy is 'ring'", "'state_scan'"]),
+        (lambda: KdaCoreConfig(num_heads=4, lower_bound=-9.0), ["lower_bound is -9.0", "[-5, 0)"]),
+        (lambda: KdaCoreConfig(num_heads=4, reduce_replicated_grads="both"), ["reduce_replicated_grads is 'both'", "'trainer', 'kcp'"]),
+        (lambda: KdaCore(KdaCoreConfig(num_heads=4), _group()), ["strategy is 'none'", "2 ranks", "'ulysses'"]),
+        (lambda: KdaCore(KdaCoreConfig(num_heads=3, strategy="ulysses"), _group()), ["num_heads is 3", "multiple of the group's size 2"]),
+    ],
+)
+def test_wrong_configurations_name_the_argument_its_value_and_what_is_allowed(call, words):
+    with pytest.raises((ValueError, TypeError)) as error:
+        call()
+    for word in words:
+        assert word in str(error.value)
+
+
+def _call(core, tokens=8, heads=2, width=4, v_width=4, **changes):
+    def x(*shape):
+        return Tensor(np.ones(shape, np.float32))
+
+    inputs = {
+        "query": x(1, tokens, heads, width), "key": x(1, tokens, heads, width), "value": x(1, tokens, heads, v_width),
+        "gate": x(1, tokens, heads, width), "beta": x(1, tokens, heads), "a_log": x(heads), "dt_bias": x(heads, width),
+    }  # fmt: skip
+    return core(*{**inputs, **changes}.values(), cu_seqlens=changes.get("cu_seqlens"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "group", "arguments", "words"),
+    [
+        ("state_scan", _group(), {"heads": 4}, ["Hk=4", "allowed: 2"]),
+        ("state_scan", _group(), {"v_width": 8}, ["V=8", "allowed: 4"]),
+        ("state_scan", _group(0, 2, (5, 3)), {}, ["query has 8 tokens", "allowed: 5", "rank 0"]),
+        ("ulysses", _group(0, 2, (16, 16)), {"tokens": 32}, ["query has 32 tokens", "allowed: 16"]),
+    ],
+)
+def test_wrong_inputs_of_a_sliced_core(strategy, group, arguments, words):
+    core = KdaCore(KdaCoreConfig(num_heads=2, head_dim=4, strategy=strategy), group)
+    with pytest.raises(ValueError) as error:
+        _call(core, **arguments)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_ulysses_refuses_an_axis_that_is_not_the_heads():
+    cell = ContextParallel(KdaCore(KdaCoreConfig(num_heads=2)), _group(), 1)
+    with pytest.raises(ValueError, match=r"input 0 has shape \(1, 8, 3, 4\)"):
+        cell(Tensor(np.ones((1, 8, 3, 4), np.float32)))

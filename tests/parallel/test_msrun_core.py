@@ -1,0 +1,35 @@
+"""KdaCore among real processes: 2 and 3 ranks under msrun, PyNative and compiled, against the float64 recurrence."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import CoreProblem, check
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _msrun import run_workers  # noqa: E402
+
+WORKER = str(Path(__file__).with_name("_core_worker.py"))
+
+
+def _problems(ranks: int) -> list[CoreProblem]:
+    heads = 2 * ranks
+    return [
+        CoreProblem(lengths=(9,) * ranks, strategy="state_scan", seed=1),
+        CoreProblem(lengths=(9,) * ranks, strategy="ulysses", num_heads=ranks, num_v_heads=heads, seed=2),
+        CoreProblem(lengths=(7, 12, 3)[:ranks], strategy="state_scan", seed=3, options={"disable_recompute": False, "state_v_first": True}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"), [(2, "pynative"), (3, "pynative"), (2, "graph"), pytest.param(3, "graph", marks=pytest.mark.ci)]
+)
+def test_core_among_processes(tmp_path, ranks, mode):
+    problems = _problems(ranks)[: 3 if mode == "pynative" else 2]
+    names = ["lengths", "strategy", "num_heads", "num_v_heads", "seed", "options"]
+    (tmp_path / "problems.json").write_text(json.dumps([{n: getattr(p, n) for n in names} for p in problems]))
+    run_workers(WORKER, workers=ranks, args=[str(tmp_path), mode], timeout=240)
+    for number, problem in enumerate(problems):
+        check(problem, [dict(np.load(tmp_path / f"result_{number}_{rank}.npz")) for rank in range(ranks)])
