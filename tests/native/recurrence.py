@@ -36,7 +36,7 @@ def kda(inputs, o):
     sig = 1 / (1 + np.exp(-x["beta"]))
     beta = factor * sig if o.beta_sigmoid else x["beta"]
     cu = inputs.get("cu_seqlens")
-    runs = [(b, 0, tokens) for b in range(batch)] if cu is None else [(0, int(s), int(e)) for s, e in zip(cu[:-1], cu[1:])]
+    runs = [(b, 0, tokens) for b in range(batch)] if cu is None else [(0, int(s), int(e)) for s, e in zip(cu[:-1], cu[1:], strict=True)]
     flip = (lambda s: np.swapaxes(s, -1, -2)) if o.state_v_first else (lambda s: s)
     out = np.zeros((batch, tokens, heads, value))
     final, d_initial = [], []

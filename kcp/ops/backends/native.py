@@ -4,62 +4,70 @@ Every entry point takes its tensors in the layouts of ``docs/ops.md`` as they ar
 options (:func:`pack_options`); absent optional inputs are one-element placeholders. Arithmetic, states and caches are float32.
 """
 
-import struct
 from functools import lru_cache
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
-LIBRARY = Path(__file__).resolve().parent / "native" / "libkcp_native.so"
+from kcp.ops.backends.composite import merge_fwd_bwd
+from kcp.ops.backends.native_call import (
+    HAS_A_LOG,
+    HAS_CACHE,
+    HAS_CU_SEQLENS,
+    HAS_D_FINAL_STATE,
+    HAS_DT_BIAS,
+    HAS_INITIAL_STATE,
+    LIBRARY,
+    WANT_FINAL_STATE,
+    custom,
+    in_layout,
+    pack_options,
+    sizes,
+)
+from kcp.ops.backends.native_stages import (
+    bwd_dhu,
+    bwd_finalize,
+    bwd_prepare,
+    fwd_finalize,
+    fwd_h,
+    fwd_prepare,
+    pre_process_bwd,
+    pre_process_fwd,
+)
+
 CHUNK = 64
 LANE = 32
 CACHE_HEADER = 32
-SERVED = ("chunk_kda",)
 
-# bits of the options tensor's "present" word, in the order of native/call.h
-HAS_A_LOG, HAS_DT_BIAS, HAS_INITIAL_STATE, HAS_CU_SEQLENS = 1, 2, 4, 8
-WANT_FINAL_STATE, HAS_CACHE, HAS_D_FINAL_STATE, WANT_M = 16, 32, 64, 128
+__all__ = [
+    "bwd_dhu",
+    "bwd_finalize",
+    "bwd_prepare",
+    "fwd_finalize",
+    "fwd_h",
+    "fwd_prepare",
+    "merge_fwd_bwd",
+    "op_backward",
+    "op_forward",
+    "pre_process_bwd",
+    "pre_process_fwd",
+    "unavailable",
+]
 
 
 def unavailable(stage: str) -> str | None:
     """Why ``stage`` (or ``"chunk_kda"``) can't be served here; None: it can."""
     if ms.get_context("device_target") != "CPU":
         return f"it serves CPUs, and the device target is {ms.get_context('device_target')}"
-    if stage not in SERVED:
-        return "it has no kernel of this stage"
     if not LIBRARY.exists():
         return "the native kernels are not built; install kcp where a C++ compiler (g++) is found"
     return None
 
 
-def _bits(x: float) -> int:
-    return struct.unpack("<q", struct.pack("<d", float(x)))[0]
-
-
-def pack_options(opts, present: int, heads: tuple[int, int] = (0, 0)) -> Tensor:
-    """The int64 options tensor of an entry point (positions: ``Option`` in native/call.h); ``heads`` (0, 0) means all."""
-    gate = 0 if not opts.use_gate_in_kernel else 1 if opts.safe_gate else 2
-    numbers = [
-        opts.layout in ("BNSD", "NTD"), gate, opts.use_qk_l2norm_in_kernel, opts.use_beta_sigmoid_in_kernel, opts.allow_neg_eigval,
-        opts.state_v_first, present, *heads, _bits(opts.scale), _bits(opts.lower_bound), _bits(opts.epsilon), opts.chunk_size,
-        opts.use_exp2,
-    ]  # fmt: skip
-    return Tensor(np.array(numbers, np.int64))
-
-
 def _padded(width):
     return -(-width // LANE) * LANE
-
-
-def _sizes(layout, k, v):
-    """``(B, T, Hv, K, V)`` from the shapes of k and v."""
-    if layout in ("NTD", "TND"):
-        v = [1, *v]
-    heads, tokens = (v[1], v[2]) if layout in ("BNSD", "NTD") else (v[2], v[1])
-    return v[0], tokens, heads, k[-1], v[-1]
 
 
 def _cache_size(opts, num_sequences, batch, tokens, heads, key, value):
@@ -90,11 +98,11 @@ class _Operators:
         self.backward_options_no_state = pack_options(opts, self.present + cache)
         self.boundaries = Tensor(np.array(opts.cu_seqlens, np.int32)) if isinstance(opts.cu_seqlens, tuple) else None
         self.nothing = Tensor(np.zeros(1, np.float32))
-        self.forward = _custom("kcp_forward", self._forward_shapes, self._forward_dtypes, repr(opts))
-        self.backward = _custom("kcp_backward", self._backward_shapes, self._backward_dtypes, repr(opts))
+        self.forward = custom("kcp_forward", self._forward_shapes, self._forward_dtypes, repr(opts))
+        self.backward = custom("kcp_backward", self._backward_shapes, self._backward_dtypes, repr(opts))
 
     def _forward_shapes(self, options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
-        batch, tokens, heads, key, value = _sizes(self.opts.layout, k, v)
+        batch, tokens, heads, key, value = sizes(self.opts.layout, k, v)
         num_sequences = batch if self.opts.cu_seqlens is None else cu[0] - 1
         out = (tokens, heads, value) if len(v) == 3 else (batch, tokens, heads, value)
         state = (value, key) if self.opts.state_v_first else (key, value)
@@ -109,13 +117,6 @@ class _Operators:
 
     def _backward_dtypes(self, options, q, k, v, g, beta, *rest):
         return q, k, v, g, beta, ms.float32, ms.float32, ms.float32
-
-
-def _custom(name, shapes, dtypes, key):
-    """``key`` tells apart operators whose outputs differ for inputs of the same shapes: MindSpore caches what it infers."""
-    op = ops.Custom(f"{LIBRARY}:{name}", out_shape=shapes, out_dtype=dtypes, func_type="aot")
-    op.add_prim_attr("kcp_options", key)
-    return op
 
 
 @lru_cache(256)
@@ -162,5 +163,5 @@ def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved
 
 @constexpr
 def _out_shape(layout, v):
-    batch, tokens, heads, _, value = _sizes(layout, v, v)
-    return (tokens, heads, value) if len(v) == 3 else (batch, tokens, heads, value)
+    batch, tokens, heads, _, value = sizes(layout, v, v)
+    return in_layout("TND" if len(v) == 3 else "BSND", batch, heads, tokens, value)

@@ -9,15 +9,15 @@ namespace {
 
 long padded(long width) { return (width + kLane - 1) / kLane * kLane; }
 
-void read_sequences(const Call& call, const Sizes& n, std::vector<Sequence>& out, int chunk, long* num_chunks) {
+void read_sequences(const Call& call, int boundaries, const Sizes& n, std::vector<Sequence>& out, int chunk, long* num_chunks) {
   long chunks = 0;
   auto add = [&](long b, long begin, long end) {
     out.push_back({b, begin, end, chunks});
     chunks += (end - begin + chunk - 1) / chunk;
   };
   if (call.has(kHasCuSeqlens)) {
-    const int32_t* bounds = call.ints(9);
-    const long count = call.dim(9, 0);
+    const int32_t* bounds = call.ints(boundaries);
+    const long count = call.dim(boundaries, 0);
     if (n.batch != 1) Call::fail("cu_seqlens needs a batch of 1, not %ld", n.batch);
     if (count < 2 || bounds[0] != 0) Call::fail("cu_seqlens must start with 0 and hold at least 2 numbers");
     for (long i = 0; i + 1 < count; i++) {
@@ -108,7 +108,29 @@ Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequence
   p.a_log = call.floats(6, call.has(kHasALog), n.heads);
   p.dt_bias = call.floats(7, call.has(kHasDtBias), n.heads * p.key_width);
   if (p.gate == kGateSoftplus && !p.a_log) Call::fail("the softplus gate needs a_log");
-  read_sequences(call, n, sequences, chunk, &n.num_chunks);
+  read_sequences(call, 9, n, sequences, chunk, &n.num_chunks);
+  p.sequences = sequences.data();
+  p.num_sequences = (long)sequences.size();
+  return n;
+}
+
+Sizes read_caches(const Call& call, Problem& p, std::vector<Sequence>& sequences, long key_width, int value_tensor, int boundaries) {
+  Sizes n = {};
+  if (call.rank(value_tensor) != 4) Call::fail("tensor %d must have 4 axes, not %d", value_tensor, call.rank(value_tensor));
+  n.batch = call.dim(value_tensor, 0);
+  n.heads = n.key_heads = n.head_end = p.num_heads = call.dim(value_tensor, 1);
+  n.tokens = call.dim(value_tensor, 2);
+  p.group = 1;
+  p.key_width = key_width;
+  p.value_width = call.dim(value_tensor, 3);
+  if (key_width < 1 || key_width > kMaxWidth || p.value_width < 1 || p.value_width > kMaxWidth)
+    Call::fail("K=%ld, V=%ld: 1 to %d is allowed", key_width, p.value_width, (int)kMaxWidth);
+  p.key_padded = padded(key_width);
+  p.value_padded = padded(p.value_width);
+  p.chunk = (int)call.option(kChunk);
+  p.state_v_first = (int)call.option(kStateVFirst);
+  p.scale = call.real(kScale);
+  read_sequences(call, boundaries, n, sequences, p.chunk, &n.num_chunks);
   p.sequences = sequences.data();
   p.num_sequences = (long)sequences.size();
   return n;

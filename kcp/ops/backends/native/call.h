@@ -21,7 +21,8 @@ enum Option {
 // Bits of kPresent: which optional inputs are real and which optional outputs are wanted.
 enum Present {
   kHasALog = 1, kHasDtBias = 2, kHasInitialState = 4, kHasCuSeqlens = 8, kWantFinalState = 16, kHasCache = 32,
-  kHasDFinalState = 64, kWantM = 128
+  kHasDFinalState = 64, kWantM = 128,
+  kOutTokenMajor = 256  // token gradients in another layout than the (head-major) inputs
 };
 
 struct BadCall {};  // thrown after the reason has been written to stderr
@@ -109,6 +110,10 @@ struct Sizes {
 // Fills everything that forward, summary and backward share from inputs 0..9: options, q, k, v, g, beta, a_log, dt_bias,
 // state (initial or final-gradient), cu_seqlens. `sequences` must outlive the problem.
 Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequences, int chunk);
+
+// The same from two head-major tensors [B,H,T,K] and [B,H,T,V] and boundaries, for stages without q, k and v; the chunk length
+// is an option.
+Sizes read_caches(const Call& call, Problem& p, std::vector<Sequence>& sequences, long key_width, int value_tensor, int boundaries);
 
 struct FreeDeleter {
   void operator()(void* p) const { free(p); }

@@ -15,6 +15,21 @@ void run_items(long count, const std::function<void(long, void*)>& work);
 // Value columns of one head per item, so that few heads still occupy all threads: a multiple of 32.
 int columns_per_item(const Problem& p, long heads);
 
+// work(n, head, chunk, scratch) for every chunk of p.chunk tokens of every head
+void run_chunks(const Problem& p, const Sizes& n, const std::function<void(long, long, long, void*)>& work);
+
+// q, k gradients of several value heads -> their key head
+void reduce_groups(const Problem& p, const Sizes& n, const View& from, const View& to);
+
+// Room for the q, k gradients of every value head when they are to be reduced over groups, as views p.dq and p.dk.
+struct WideGradients {
+  Buffer dq, dk;
+  WideGradients(Problem& p, const Sizes& n);
+};
+
+// to[head][0..width) = the sum over the chunks of parts[chunk][head][0..ld), always in the same order; zeros if not wanted
+void sum_parameters(const float* parts, long ld, long width, bool wanted, long heads, long chunks, float* to, long size);
+
 // body() with errors turned into a return code
 template <class Body>
 int guarded(Body body) {

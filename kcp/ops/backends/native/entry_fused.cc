@@ -1,52 +1,10 @@
 // Entry points of the fused operators: forward, backward, forward summary, backward summary. Inputs 0..9 of all four are
 // options, q, k, v, g, beta, a_log, dt_bias, state, cu_seqlens (absent ones are any one-element tensor); outputs and states
 // hold the heads of the range only.
-#if defined(__SSE__)
-#include <xmmintrin.h>
-#endif
-
 #include "entry.h"
 
 namespace kcp {
 namespace {
-
-const Kernels* choose() {
-#if defined(__x86_64__)
-  const char* wish = getenv("KCP_ISA");
-  __builtin_cpu_init();
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512bw");
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (avx512 && (!wish || !strcmp(wish, "avx512"))) return &kcp_avx512::table;
-  if (avx2 && (!wish || strcmp(wish, "baseline"))) return &kcp_avx2::table;
-#endif
-  return &kcp_baseline::table;
-}
-
-// Denormals cost microcode on some processors, and decays produce many. Restored on exit.
-class FlushDenormals {
-#if defined(__SSE__)
- public:
-  FlushDenormals() : old_(_mm_getcsr()) { _mm_setcsr(old_ | 0x8040); }
-  ~FlushDenormals() {
-    _mm_setcsr(old_);
-    _mm_sfence();  // streamed stores are seen by whoever learns that the item is done
-  }
-
- private:
-  unsigned old_;
-#elif defined(__aarch64__)
- public:
-  FlushDenormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(old_));
-    asm volatile("msr fpcr, %0" ::"r"(old_ | (1ul << 24)));
-  }
-  ~FlushDenormals() { asm volatile("msr fpcr, %0" ::"r"(old_)); }
-
- private:
-  unsigned long old_;
-#endif
-};
 
 // floats saved per chunk and head, and in all
 long slot_floats(const Problem& p) { return p.key_padded * p.value_padded + kMaxChunk * p.value_padded + 2 * kMaxChunk * kMaxChunk; }
@@ -108,15 +66,6 @@ void summary(const Call& call) {
   each_head(p, n, (int)p.value_padded, [&](long s, long h, int, int, void* scratch) { kernels().summary(p, s, h, want_m, to, scratch); });
 }
 
-// q, k gradients of several value heads -> their key head
-void reduce_groups(const Problem& p, const Sizes& n, const View& from, const View& to) {
-  const long strip = 256, strips = (n.tokens + strip - 1) / strip, key_heads = p.num_heads / p.group;
-  run_items(n.batch * key_heads * strips, [&](long item, void*) {
-    const long t = item % strips * strip, h = n.head_begin / p.group + item / strips % key_heads, b = item / strips / key_heads;
-    kernels().reduce_group(p, from, to, b, t, n.tokens - t < strip ? n.tokens - t : strip, h);
-  });
-}
-
 // Few heads for the threads: the dh recurrence over value columns first, then all chunks at once.
 void backward_wide(Problem& p, const Sizes& n) {
   Buffer saved, states = allocate(n.num_chunks * p.num_heads * p.key_padded * p.value_padded);
@@ -128,26 +77,7 @@ void backward_wide(Problem& p, const Sizes& n) {
   p.state_gradient = at_first_head(states.get(), n, p.key_padded * p.value_padded);
   each_head(p, n, columns_per_item(p, p.num_sequences * p.num_heads),
             [&](long s, long h, int first, int last, void* scratch) { kernels().state_gradient(p, s, h, first, last, true, scratch); });
-  std::vector<long> owner;
-  for (long s = 0; s < p.num_sequences; s++)
-    for (long t = p.sequences[s].begin; t < p.sequences[s].end; t += kMaxChunk) owner.push_back(s);
-  run_items(n.num_chunks * p.num_heads, [&](long item, void* scratch) {
-    const long chunk = item / p.num_heads, s = owner[chunk];
-    kernels().backward_chunk(p, s, n.head_begin + item % p.num_heads, chunk - p.sequences[s].chunk, scratch);
-  });
-}
-
-// to[head][0..width) = the sum over the chunks of parts[chunk][head][0..ld), always in the same order; zeros if not wanted
-void sum_parameters(const float* parts, long ld, long width, bool wanted, long heads, long chunks, float* to, long size) {
-  if (!wanted) {
-    memset(to, 0, size * sizeof(float));
-    return;
-  }
-  for (long i = 0; i < heads * width; i++) {
-    double sum = 0;
-    for (long c = 0; c < chunks; c++) sum += parts[(c * heads + i / width) * ld + i % width];
-    to[i] = (float)sum;
-  }
+  run_chunks(p, n, [&](long s, long h, long chunk, void* scratch) { kernels().backward_chunk(p, s, h, chunk, scratch); });
 }
 
 void backward(const Call& call) {
@@ -156,7 +86,7 @@ void backward(const Call& call) {
   std::vector<Sequence> sequences;
   const Sizes n = read_problem(call, p, sequences, kMaxChunk);
   const bool head_major = call.option(kHeadMajor);
-  const long K = p.key_width, V = p.value_width, heads = p.num_heads, rows = n.batch * n.tokens;
+  const long K = p.key_width, V = p.value_width, heads = p.num_heads;
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, K * V);
   p.d_out = call.view(10, false, false, 0);
   p.d_final_state = at_first_head(call.floats(11, call.has(kHasDFinalState), state_floats(p)), n, K * V);
@@ -170,13 +100,8 @@ void backward(const Call& call) {
   float* d_initial = call.floats(20, true, call.has(kHasInitialState) ? state_floats(p) : 1);
   if (call.has(kHasInitialState)) p.d_initial_state = at_first_head(d_initial, n, K * V);
   else memset(d_initial, 0, call.size(20) * sizeof(float));
-  Buffer wide_dq, wide_dk, parts = allocate(n.num_chunks * heads * (1 + K));
-  if (p.group > 1) {
-    wide_dq = allocate(rows * heads * K), wide_dk = allocate(rows * heads * K);
-    const long head = K * 4, token = heads * head;
-    p.dq = {(char*)wide_dq.get() - n.head_begin * head, kFloat32, n.tokens * token, token, head};
-    p.dk = {(char*)wide_dk.get() - n.head_begin * head, kFloat32, n.tokens * token, token, head};
-  }
+  const WideGradients wide(p, n);
+  const Buffer parts = allocate(n.num_chunks * heads * (1 + K));
   p.d_parameters = at_first_head(parts.get(), n, 1 + K);
   zero_tail(p, n, p.dq, K, n.head_begin, p.group > 1 ? heads : heads / p.group);
   zero_tail(p, n, p.dk, K, n.head_begin, p.group > 1 ? heads : heads / p.group);
@@ -213,24 +138,6 @@ void backward_summary(const Call& call) {
 }
 
 }  // namespace
-
-const Kernels& kernels() {
-  static const Kernels* table = choose();
-  return *table;
-}
-void run_items(long count, const std::function<void(long, void*)>& work) {
-  const size_t bytes = kernels().scratch_bytes;
-  parallel_for(count, [&](long i) {
-    const FlushDenormals flush;
-    work(i, thread_scratch(bytes));
-  });
-}
-int columns_per_item(const Problem& p, long heads) {
-  const long threads = num_threads(), panels = p.value_padded / kLane;
-  if (heads >= threads || heads == 0) return (int)p.value_padded;
-  const long parts = (threads + heads - 1) / heads < panels ? (threads + heads - 1) / heads : panels;
-  return (int)((panels + parts - 1) / parts) * kLane;
-}
 
 }  // namespace kcp
 

@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include "backward_head.h"
+#include "stages.h"
 
 #define KCP_STRING(x) #x
 #define KCP_NAME(x) KCP_STRING(x)
@@ -12,6 +13,7 @@ namespace KCP_ISA {
 union alignas(64) Scratch {
   ForwardScratch forward;
   BackwardScratch backward;
+  StageScratch stage;
   Scratch() {}
 };
 
@@ -40,6 +42,24 @@ static void run_backward_chunk(const Problem& p, long n, long head, long chunk, 
   const SavedChunk saved = saved_chunk(p, p.cache, slot);
   backward_chunk(p, n, head, chunk, saved, saved.h, false, w);
 }
+static void run_prepare(const Problem& p, const StageTensors& st, float scale, long n, long head, long chunk, void* scratch) {
+  stage_prepare(p, st, scale, n, head, chunk, ((Scratch*)scratch)->stage);
+}
+static void run_scan(const Problem& p, const StageTensors& st, long n, long head, void* scratch) {
+  stage_scan(p, st, n, head, ((Scratch*)scratch)->stage);
+}
+static void run_out(const Problem& p, const StageTensors& st, long n, long head, long chunk, void* scratch) {
+  stage_out(p, st, n, head, chunk, ((Scratch*)scratch)->stage);
+}
+static void run_grad_out(const Problem& p, const StageTensors& st, long n, long head, long chunk, void* scratch) {
+  stage_grad_out(p, st, n, head, chunk, ((Scratch*)scratch)->backward);
+}
+static void run_grad_scan(const Problem& p, const StageTensors& st, long n, long head, void* scratch) {
+  stage_grad_scan(p, st, n, head, ((Scratch*)scratch)->stage);
+}
+static void run_grad_inputs(const Problem& p, const StageTensors& st, long n, long head, long chunk, void* scratch) {
+  stage_grad_inputs(p, st, n, head, chunk, ((Scratch*)scratch)->backward);
+}
 static void reduce_group(const Problem& p, const View& from, const View& to, long b, long t, long tokens, long key_head) {
   const long group = p.group, first = key_head * group;
   store_rows(to, row_at(to, b, t, key_head), (int)tokens, (int)p.key_width, p.streamed, [&](int i, int d) {
@@ -50,6 +70,7 @@ static void reduce_group(const Problem& p, const View& from, const View& to, lon
 }
 
 extern const Kernels table;
-const Kernels table = {KCP_NAME(KCP_ISA), sizeof(Scratch), run_forward, run_summary, run_backward, run_state_gradient, run_backward_chunk, reduce_group};
+const Kernels table = {KCP_NAME(KCP_ISA), sizeof(Scratch), run_forward, run_summary, run_backward, run_state_gradient, run_backward_chunk,
+                       run_prepare,         run_scan,        run_out,     run_grad_out, run_grad_scan, run_grad_inputs, reduce_group};
 
 }  // namespace KCP_ISA

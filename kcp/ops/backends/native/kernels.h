@@ -1,6 +1,7 @@
 // The kernels of one instruction set, as a table. Defined once per instruction set by kernels.cc.
 #pragma once
 #include "problem.h"
+#include "stage_tensors.h"
 
 struct Kernels {
   const char* name;
@@ -12,6 +13,13 @@ struct Kernels {
   void (*backward)(const Problem&, long n, long head, float* priv, void* scratch);
   void (*state_gradient)(const Problem&, long n, long head, int first, int last, bool keep, void* scratch);
   void (*backward_chunk)(const Problem&, long n, long head, long chunk, void* scratch);
+  // the explicit stages
+  void (*prepare)(const Problem&, const StageTensors&, float scale, long n, long head, long chunk, void* scratch);
+  void (*scan)(const Problem&, const StageTensors&, long n, long head, void* scratch);
+  void (*out)(const Problem&, const StageTensors&, long n, long head, long chunk, void* scratch);
+  void (*grad_out)(const Problem&, const StageTensors&, long n, long head, long chunk, void* scratch);
+  void (*grad_scan)(const Problem&, const StageTensors&, long n, long head, void* scratch);
+  void (*grad_inputs)(const Problem&, const StageTensors&, long n, long head, long chunk, void* scratch);
   // out[i] (+)= x[i] over one token's heads: dq, dk of a group of value heads to their key head
   void (*reduce_group)(const Problem&, const View& from, const View& to, long b, long t, long tokens, long key_head);
 };
