@@ -19,6 +19,7 @@ from kcp.ops.options import (
     check_tensor,
     describe,
     is_host_boundaries,
+    refuse_boundaries,
     require_tensor,
 )
 
@@ -99,9 +100,9 @@ def _cell(tensors, cu, boundaries, scale, chunk_size, layout, flags, numbers, ch
     sizes = check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, initial_state, v_first, num_sequences)
     if cu is not None:
         cu = check_cu_seqlens(cu, sizes["T"])
-        check_chunk_indices(chunk_indices, cu, chunk_size)
     elif boundaries is not None:
         cu = "tensor"
+    check_chunk_indices(chunk_indices, cu, chunk_size)
     object.__setattr__(opts, "cu_seqlens", cu)
     return _cached_cell(opts, backends.select("chunk_kda"))
 
@@ -119,7 +120,7 @@ def boundaries_of(cu_seqlens):
     if is_host_boundaries(cu_seqlens):
         return tuple(cu_seqlens), None
     if cu_seqlens is not None:
-        raise TypeError("cu_seqlens is neither host integers nor an int32 Tensor nor None")
+        refuse_boundaries(cu_seqlens)
     return None, None
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor
 from mindspore.ops import constexpr
 
@@ -102,10 +103,12 @@ def check_lower_bound(lower_bound):
 
 def check_cu_seqlens(cu_seqlens, num_tokens, name="cu_seqlens"):
     """Boundaries of packed sequences as a tuple of ints: from 0, never decreasing, ending at ``num_tokens``."""
-    values = tuple(cu_seqlens)
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int):
+    values = []
+    for value in cu_seqlens:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise TypeError(f"{name} holds {value!r} of type {type(value).__name__}; allowed: integers")
+        values.append(int(value))
+    values = tuple(values)
     shown = values if len(values) <= 12 else values[:12] + ("...",)
     if len(values) < 2 or values[0] != 0:
         raise ValueError(f"{name} is {list(shown)}; allowed: at least two boundaries, the first 0")
@@ -118,16 +121,21 @@ def check_cu_seqlens(cu_seqlens, num_tokens, name="cu_seqlens"):
 
 
 def check_chunk_indices(chunk_indices, cu_seqlens, chunk_size):
-    """``chunk_indices`` is derived metadata: when host boundaries are given too, it must say the same as they do."""
-    if chunk_indices is None or not isinstance(cu_seqlens, tuple):
+    """``chunk_indices`` is derived metadata, pairs (sequence, chunk) flat or ``[Nc, 2]``: it must say what ``cu_seqlens`` says."""
+    if chunk_indices is None or cu_seqlens == "tensor":
         return
+    if cu_seqlens is None:
+        raise ValueError("chunk_indices is given without cu_seqlens; allowed: None, or together with cu_seqlens")
     expected = []
     for n in range(len(cu_seqlens) - 1):
         for c in range(-(-(cu_seqlens[n + 1] - cu_seqlens[n]) // chunk_size)):
-            expected.append((n, c))
-    given = [tuple(int(x) for x in pair) for pair in chunk_indices]
-    if given != expected:
-        raise ValueError(f"chunk_indices is {given[:8]} of length {len(given)}; allowed: None or {expected[:8]} of length {len(expected)}")
+            expected += [n, c]
+    given = chunk_indices.asnumpy() if isinstance(chunk_indices, Tensor) else np.asarray(chunk_indices)
+    if given.reshape(-1).tolist() != expected:
+        raise ValueError(
+            f"chunk_indices is {given.reshape(-1).tolist()[:12]} of {given.size} entries; allowed: None, or the {len(expected)} entries "
+            f"{expected[:12]} (pairs sequence, chunk) that cu_seqlens gives"
+        )
 
 
 def check_tensor(name, info, dims, sizes, dtypes):
@@ -168,7 +176,7 @@ def check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, initial_state, state_
     sizes.setdefault("B", 1)
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"axis {name} has size {size}; allowed: at least 1")
+            raise ValueError(f"{'v' if name in ('Hv', 'V') else 'q'} has {name}={size}; allowed: at least 1")
     for name, arg in (("K", "q"), ("V", "v")):
         if sizes[name] > MAX_WIDTH:
             raise ValueError(f"{arg} has {name}={sizes[name]}; allowed: 1 to {MAX_WIDTH}")
@@ -205,8 +213,14 @@ def require_tensor(name, x, optional=False):
 
 @constexpr(check=False)
 def is_host_boundaries(cu_seqlens):
-    """True for a list or tuple of integers."""
-    return isinstance(cu_seqlens, (list, tuple))
+    """True for a list, tuple or NumPy array of integers."""
+    return isinstance(cu_seqlens, (list, tuple, np.ndarray))
+
+
+@constexpr(check=False)
+def refuse_boundaries(cu_seqlens):
+    """Refuse what is no boundaries at all."""
+    raise TypeError(f"cu_seqlens is of type {type(cu_seqlens).__name__}; allowed: host integers (list, tuple), an int32 Tensor, or None")
 
 
 __all__ = ["KdaOptions", "check_cu_seqlens", "check_inputs", "check_tensor", "describe", "is_packed_layout"]

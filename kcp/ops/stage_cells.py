@@ -69,10 +69,10 @@ def stage_cell(stage, names, values, cu, boundaries, num_tokens, batch, chunk_in
         raise ValueError(f"cu_seqlens is given with B={batch}; allowed: B=1 (flatten the batch into one pack)")
     if cu is not None:
         cu = check_cu_seqlens(cu, num_tokens)
-        check_chunk_indices(chunk_indices, cu, options.get("chunk_size", 64))
     elif boundaries is not None:
         check_boundary_info(boundaries)
         cu = "tensor"
+    check_chunk_indices(chunk_indices, cu, options.get("chunk_size", 64))
     opts = KdaOptions(cu_seqlens=cu, **options)
     return cached_stage(stage, opts, backends.select(stage).__name__)
 
