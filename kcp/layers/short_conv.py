@@ -32,7 +32,7 @@ def tokens_into_document(begin: int, end: int, cu_seqlens) -> Tensor:
     boundaries = cu_seqlens if isinstance(cu_seqlens, Tensor) else _as_boundaries(cu_seqlens)
     position = _positions(begin, end)
     gaps = position - ops.expand_dims(boundaries, 0)  # >= 0 for boundaries at or before the token
-    return ops.select(gaps >= 0, gaps, gaps * 0 + end).min(1)
+    return ops.ReduceMin()(ops.select(gaps >= 0, gaps, gaps * 0 + end), 1)
 
 
 class ShortConv(nn.Cell):

@@ -10,6 +10,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
+from kcp.parallel.boundaries import flat_tensor_rows
 from kcp.parallel.gradients import reduce_gate_parameters
 
 
@@ -143,6 +144,10 @@ class Ulysses:
         self.num_rows = num_rows
         self.flat = opts.cu_seqlens is not None and num_rows > 1
 
+    def _boundaries(self, cu, num_tokens):
+        """Boundary Tensor of the flattened rows."""
+        return flat_tensor_rows(cu, num_tokens) if self.flat and self.opts.cu_seqlens == "tensor" else cu
+
     def _flatten(self, x):
         """Rows of packed documents one after the other: ``[B, T, ...] -> [1, B T, ...]``."""
         return x.reshape((1, x.shape[0] * x.shape[1]) + x.shape[2:]) if self.flat else x
@@ -203,8 +208,9 @@ class Ulysses:
         local_tokens = v.shape[1]
         inputs = self._exchange_in(q, k, v, g, beta, a_log, dt_bias, initial_state)
         out, final_state, saved = self.backend.op_forward(
-            self.opts, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6], inputs[7], cu
-        )
+            self.opts, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6], inputs[7],
+            self._boundaries(cu, inputs[2].shape[1] // self.num_rows),
+        )  # fmt: skip
         if output_final_state:
             final_state = self._gather_heads(final_state)
             out = ops.depend(out, final_state)
@@ -223,8 +229,9 @@ class Ulysses:
             begin = self.group.rank * lv.shape[2]
             d_final = self.group.collectives.all_reduce(d_final)[:, begin : begin + lv.shape[2]]
         dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self.backend.op_backward(
-            self.opts, lq, lk, lv, lg, lbeta, a_log, dt_bias, initial_state, cu, saved[5:], d_out, d_final
-        )
+            self.opts, lq, lk, lv, lg, lbeta, a_log, dt_bias, initial_state,
+            self._boundaries(cu, lv.shape[1] // self.num_rows), saved[5:], d_out, d_final,
+        )  # fmt: skip
         dq, dk, dv, dg, dbeta = (
             self._unflatten(dq), self._unflatten(dk), self._unflatten(dv), self._unflatten(dg), self._unflatten(dbeta)
         )  # fmt: skip
