@@ -198,7 +198,7 @@ def check_merge(state, summaries, count, rank, forward, state_v_first):
     for name, value in (("pre_or_post_num_ranks", count), ("rank", rank)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; allowed: an integer")
-    batch = "B " if len(state[0]) == 4 else ""
+    batch = "N " if len(state[0]) == 4 else ""
     sizes = {}
     check_tensor("state", state, batch + ("Hv V K" if state_v_first else "Hv K V"), sizes, FLOAT32)
     sizes["V+K"] = sizes["V"] + sizes["K"]

@@ -346,8 +346,8 @@ def chunk_kda_merge_fwd_bwd(
     """Stage 9: compose gathered summaries into this rank's boundary state, ``H <- M_r H + E_r`` from zero.
 
     Args:
-        state: ``[Hv,K,V]`` or ``[B,Hv,K,V]`` float32 (V-first with ``state_v_first``); gives the shape, its values are never read.
-        summaries: all ranks' ``[S,Hv,K,V+K]`` or ``[S,B,Hv,K,V+K]`` float32, rank order = time order.
+        state: ``[Hv,K,V]`` or ``[N,Hv,K,V]`` float32 (V-first with ``state_v_first``); gives the shape, its values are never read.
+        summaries: all ranks' ``[S,Hv,K,V+K]`` or ``[S,N,Hv,K,V+K]`` float32, rank order = time order.
         pre_or_post_num_ranks: n, how many ranks take part; n = 0 yields zeros.
         rank: this rank. Forward takes ranks rank-n .. rank-1 in time order, backward rank+n .. rank+1, farthest first.
         forward: the summaries are ``[E | M]`` of the forward; False: ``[dE | dM]`` of the backward.
