@@ -281,6 +281,22 @@ def test_shapes_and_dtypes_of_real_calls(case):
     CASES[case]().run()
 
 
+def test_chunks_of_a_graph_with_boundaries_in_a_tensor():
+    """The upper bound of the page, and the exact count in PyNative."""
+    (formula,) = re.findall(r"max\(1, min\(\(T \+ .*?, T\)\)", PAGE)
+    case = Case(packed=True, boundaries="int32")
+    case.run()
+    arguments = {n: case.arguments("fwd_h")[n] for n in ("k", "w", "u", "gk", "chunk_size", "cu_seqlens")}
+    assert kcp_ops.chunk_kda_fwd_h(**arguments)[0].shape[1] == PACKED["Nc"]
+
+    @ms.jit
+    def in_graph(k, w, u, gk, cu):
+        return kcp_ops.chunk_kda_fwd_h(k, w, u, gk=gk, chunk_size=16, cu_seqlens=cu)[0]
+
+    h = in_graph(*(arguments[n] for n in ("k", "w", "u", "gk", "cu_seqlens")))
+    assert h.shape[1] == eval(formula, {}, {**PACKED, "max": max, "min": min}) > PACKED["Nc"]
+
+
 def changed(x: Tensor, axis: int) -> Tensor:
     """``x`` with one more entry along an axis."""
     return ms.ops.concat((x, x[(slice(None),) * axis + (slice(0, 1),)]), axis)
