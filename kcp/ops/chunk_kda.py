@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.common._grad_function import _Function
 from mindspore.ops import constexpr
 
 from kcp.ops import backends
@@ -39,6 +40,25 @@ class _ChunkKda(nn.Cell):
     def bprop(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out, dout):
         grads = self.backward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out[2:], dout[0], dout[1])
         return grads + (cu - cu,)
+
+
+class _ChunkKdaPyNative(_Function):
+    """The same call for PyNative. A Cell would have to return its caches as outputs, for which PyNative makes gradients of zeros as large
+    as the caches; here they stay in the context."""
+
+    @staticmethod
+    def forward(ctx, cell, *tensors):
+        out, final_state, saved = cell.forward(cell.opts, *tensors)
+        ctx.cell = cell
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.set_materialize_grads(False)
+        return out, final_state
+
+    @staticmethod
+    def backward(ctx, d_out, d_final):
+        saved = ctx.saved_tensors
+        cell, tensors = ctx.cell, saved[:9]
+        return (None, *cell.backward(cell.opts, *tensors, saved[9:], d_out, d_final), None)
 
 
 @lru_cache(256)
@@ -203,11 +223,12 @@ def chunk_kda(
     if boundaries is not None and not in_graph():
         check_cu_seqlens(boundaries.asnumpy().tolist(), _token_count(q, layout))
     none = ops.zeros((1,), ms.float32)
-    results = cell(
+    tensors = (
         q, k, v, g, beta,
         none if a_log is None else a_log,
         none if dt_bias is None else dt_bias,
         none if initial_state is None else initial_state,
         none if boundaries is None else boundaries,
     )  # fmt: skip
+    results = cell(*tensors) if in_graph() else _ChunkKdaPyNative.apply(cell, *tensors)
     return results[0], results[1] if output_final_state else None

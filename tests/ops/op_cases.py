@@ -112,6 +112,10 @@ def make_problem(
         "g": rounded(-np.logaddexp(0.0, raw) if gate == "none" else raw, dtype),
         "beta": rounded(beta if sigmoid else 1.0 / (1.0 + np.exp(-beta)), dtype),
     }
+    if not l2:
+        # beta |k|^2 <= 2 keeps the recurrence stable; longer keys let the state grow without bound
+        length = np.linalg.norm(inputs["k"], axis=-1, keepdims=True)
+        inputs["k"] = rounded(inputs["k"] / np.maximum(length, 1.0), dtype)
     if gate != "none" and a_log:
         inputs["a_log"] = rng.uniform(-1.0, 0.5, Hv).astype(np.float32)
     if gate != "none" and dt_bias:

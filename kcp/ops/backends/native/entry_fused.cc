@@ -1,0 +1,149 @@
+// Entry points of the fused operators: forward, backward, forward summary, backward summary. Inputs 0..9 of all four are
+// options, q, k, v, g, beta, a_log, dt_bias, state, cu_seqlens (absent ones are any one-element tensor); outputs and states
+// hold the heads of the range only.
+#include "entry.h"
+
+namespace kcp {
+namespace {
+
+// floats saved per chunk and head, and in all
+long slot_floats(const Problem& p) { return p.key_padded * p.value_padded + kMaxChunk * p.value_padded + 2 * kMaxChunk * kMaxChunk; }
+long saved_floats(const Problem& p, const Sizes& n) { return n.num_chunks * p.num_heads * slot_floats(p); }
+// The slots of a cache tensor start on the first cache line after its first number, which says where that is: the tensor
+// may have moved when the backward reads it.
+const long kCacheHeader = 32;
+float* cache_slots(const Call& call, int i, const Problem& p, const Sizes& n, bool fresh) {
+  float* base = call.floats(i, call.has(kHasCache), saved_floats(p, n) + kCacheHeader);
+  if (!base) return nullptr;
+  if (fresh) base[0] = (float)(((((uintptr_t)base + 4) + 63) / 64 * 64 - (uintptr_t)base) / 4);
+  if (!(base[0] >= 1 && base[0] < kCacheHeader)) Call::fail("tensor %d is not a cache of the forward", i);
+  return base + (long)base[0] - n.head_begin * slot_floats(p);
+}
+long state_floats(const Problem& p) { return p.num_sequences * p.num_heads * p.key_width * p.value_width; }
+
+// a pointer that absolute head numbers index, to a tensor that starts at the first head of the range
+template <class T>
+T* at_first_head(T* x, const Sizes& n, long floats_per_head) {
+  return x ? x - n.head_begin * floats_per_head : nullptr;
+}
+template <class Work>
+void each_head(const Problem& p, const Sizes& n, int columns, Work work) {
+  const long parts = (p.value_padded + columns - 1) / columns;
+  run_items(p.num_sequences * p.num_heads * parts, [&](long item, void* scratch) {
+    const long part = item % parts, head = n.head_begin + item / parts % p.num_heads, sequence = item / parts / p.num_heads;
+    const int first = (int)part * columns, last = first + columns;
+    work(sequence, head, first, last < p.value_padded ? last : (int)p.value_padded, scratch);
+  });
+}
+void forward_columns(const Problem& p, const Sizes& n) {
+  each_head(p, n, columns_per_item(p, p.num_sequences * p.num_heads),
+            [&](long s, long h, int first, int last, void* scratch) { kernels().forward(p, s, h, first, last, scratch); });
+}
+
+void forward(const Call& call) {
+  call.expect(13);
+  Problem p = {};
+  std::vector<Sequence> sequences;
+  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const long state = p.key_width * p.value_width;
+  p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, state);
+  p.out = call.view(10, false, false, n.head_begin);
+  p.final_state = at_first_head(call.floats(11, call.has(kWantFinalState), state_floats(p)), n, state);
+  p.cache = cache_slots(call, 12, p, n, true);
+  forward_columns(p, n);
+  zero_tail(p, n, p.out, p.value_width, n.head_begin, p.num_heads);
+}
+
+void summary(const Call& call) {
+  call.expect(11);
+  Problem p = {};
+  std::vector<Sequence> sequences;
+  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const bool want_m = call.has(kWantM);
+  const long K = p.key_width, width = p.value_width + (want_m ? K : 0);
+  p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, K * p.value_width);
+  float* to = at_first_head(call.floats(10, true, p.num_sequences * p.num_heads * K * width), n, K * width);
+  each_head(p, n, (int)p.value_padded, [&](long s, long h, int, int, void* scratch) { kernels().summary(p, s, h, want_m, to, scratch); });
+}
+
+// Few heads for the threads: the dh recurrence over value columns first, then all chunks at once.
+void backward_wide(Problem& p, const Sizes& n) {
+  Buffer saved, states = allocate(n.num_chunks * p.num_heads * p.key_padded * p.value_padded);
+  if (!p.cache) {
+    saved = allocate(saved_floats(p, n));
+    p.cache = at_first_head(saved.get(), n, slot_floats(p));
+    forward_columns(p, n);
+  }
+  p.state_gradient = at_first_head(states.get(), n, p.key_padded * p.value_padded);
+  each_head(p, n, columns_per_item(p, p.num_sequences * p.num_heads),
+            [&](long s, long h, int first, int last, void* scratch) { kernels().state_gradient(p, s, h, first, last, true, scratch); });
+  run_chunks(p, n, [&](long s, long h, long chunk, void* scratch) { kernels().backward_chunk(p, s, h, chunk, scratch); });
+}
+
+void backward(const Call& call) {
+  call.expect(21);
+  Problem p = {};
+  std::vector<Sequence> sequences;
+  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const bool head_major = call.option(kHeadMajor);
+  const long K = p.key_width, V = p.value_width, heads = p.num_heads;
+  p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, K * V);
+  p.d_out = call.view(10, false, false, 0);
+  p.d_final_state = at_first_head(call.floats(11, call.has(kHasDFinalState), state_floats(p)), n, K * V);
+  p.cache = cache_slots(call, 12, p, n, false);
+  const View dq = call.view(13, head_major, false, n.head_begin / p.group), dk = call.view(14, head_major, false, n.head_begin / p.group);
+  p.dq = dq, p.dk = dk;
+  p.dv = call.view(15, head_major, false, n.head_begin);
+  p.dg = call.view(16, head_major, false, n.head_begin);
+  p.dbeta = call.view(17, head_major, true, n.head_begin);
+  float *da_log = call.floats(18, true, call.has(kHasALog) ? heads : 1), *ddt_bias = call.floats(19, true, call.has(kHasDtBias) ? heads * K : 1);
+  float* d_initial = call.floats(20, true, call.has(kHasInitialState) ? state_floats(p) : 1);
+  if (call.has(kHasInitialState)) p.d_initial_state = at_first_head(d_initial, n, K * V);
+  else memset(d_initial, 0, call.size(20) * sizeof(float));
+  const WideGradients wide(p, n);
+  const Buffer parts = allocate(n.num_chunks * heads * (1 + K));
+  p.d_parameters = at_first_head(parts.get(), n, 1 + K);
+  zero_tail(p, n, p.dq, K, n.head_begin, p.group > 1 ? heads : heads / p.group);
+  zero_tail(p, n, p.dk, K, n.head_begin, p.group > 1 ? heads : heads / p.group);
+  zero_tail(p, n, p.dv, V, n.head_begin, heads);
+  zero_tail(p, n, p.dg, K, n.head_begin, heads);
+  zero_tail(p, n, p.dbeta, 1, n.head_begin, heads);
+  if (p.num_sequences * heads < num_threads() && n.num_chunks > p.num_sequences) {
+    backward_wide(p, n);
+  } else {
+    run_items(p.num_sequences * heads, [&](long item, void* scratch) {
+      const long s = item / heads, h = n.head_begin + item % heads;
+      const long chunks = (p.sequences[s].end - p.sequences[s].begin + kMaxChunk - 1) / kMaxChunk;
+      const ThreadRoom room(p.cache ? 0 : chunks * slot_floats(p));
+      kernels().backward(p, s, h, room.data, scratch);
+    });
+  }
+  if (p.group > 1) reduce_groups(p, n, p.dq, dq), reduce_groups(p, n, p.dk, dk);
+  sum_parameters(parts.get(), 1 + K, 1, call.has(kHasALog), heads, n.num_chunks, da_log, call.size(18));
+  sum_parameters(parts.get() + 1, 1 + K, K, call.has(kHasDtBias), heads, n.num_chunks, ddt_bias, call.size(19));
+}
+
+void backward_summary(const Call& call) {
+  call.expect(13);
+  Problem p = {};
+  std::vector<Sequence> sequences;
+  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const long K = p.key_width, V = p.value_width;
+  p.d_final_state = at_first_head(call.floats(8, call.has(kHasDFinalState), state_floats(p)), n, K * V);
+  p.d_out = call.view(10, false, false, 0);
+  p.cache = cache_slots(call, 11, p, n, false);
+  p.d_initial_state = at_first_head(call.floats(12, true, state_floats(p)), n, K * V);
+  each_head(p, n, columns_per_item(p, p.num_sequences * p.num_heads),
+            [&](long s, long h, int first, int last, void* scratch) { kernels().state_gradient(p, s, h, first, last, false, scratch); });
+}
+
+}  // namespace
+
+}  // namespace kcp
+
+KCP_ENTRY(kcp_forward) { return kcp::guarded([&] { kcp::forward(kcp::Call(count, data, ranks, shapes, dtypes)); }); }
+KCP_ENTRY(kcp_backward) { return kcp::guarded([&] { kcp::backward(kcp::Call(count, data, ranks, shapes, dtypes)); }); }
+KCP_ENTRY(kcp_summary) { return kcp::guarded([&] { kcp::summary(kcp::Call(count, data, ranks, shapes, dtypes)); }); }
+KCP_ENTRY(kcp_backward_summary) { return kcp::guarded([&] { kcp::backward_summary(kcp::Call(count, data, ranks, shapes, dtypes)); }); }
+extern "C" __attribute__((visibility("default"))) const char* kcp_isa() { return kcp::kernels().name; }
+extern "C" __attribute__((visibility("default"))) int kcp_num_threads() { return kcp::num_threads(); }

@@ -1,0 +1,31 @@
+// The kernels of one instruction set, as a table. Defined once per instruction set by kernels.cc.
+#pragma once
+#include "problem.h"
+#include "stage_tensors.h"
+
+struct Kernels {
+  const char* name;
+  size_t scratch_bytes;  // 64-byte aligned, zeroed when first used, kept by the thread
+  // value columns [first, last) of one head
+  void (*forward)(const Problem&, long n, long head, int first, int last, void* scratch);
+  void (*summary)(const Problem&, long n, long head, bool want_m, float* to, void* scratch);
+  // `priv`: room for the saved tensors of this head when p.cache is absent (recompute)
+  void (*backward)(const Problem&, long n, long head, float* priv, void* scratch);
+  void (*state_gradient)(const Problem&, long n, long head, int first, int last, bool keep, void* scratch);
+  void (*backward_chunk)(const Problem&, long n, long head, long chunk, void* scratch);
+  // the explicit stages
+  void (*prepare)(const Problem&, const StageTensors&, float scale, long n, long head, long chunk, void* scratch);
+  void (*scan)(const Problem&, const StageTensors&, long n, long head, void* scratch);
+  void (*out)(const Problem&, const StageTensors&, long n, long head, long chunk, void* scratch);
+  void (*grad_out)(const Problem&, const StageTensors&, long n, long head, long chunk, void* scratch);
+  void (*grad_scan)(const Problem&, const StageTensors&, long n, long head, void* scratch);
+  void (*grad_inputs)(const Problem&, const StageTensors&, long n, long head, long chunk, void* scratch);
+  // out[i] (+)= x[i] over one token's heads: dq, dk of a group of value heads to their key head
+  void (*reduce_group)(const Problem&, const View& from, const View& to, long b, long t, long tokens, long key_head);
+};
+
+namespace kcp_baseline { extern const Kernels table; }
+#if defined(__x86_64__)
+namespace kcp_avx2 { extern const Kernels table; }
+namespace kcp_avx512 { extern const Kernels table; }
+#endif
