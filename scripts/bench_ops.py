@@ -205,6 +205,7 @@ def measure_memory(args):
     backend, row = args.memory_of.split("|")
     start()
     case = Case(args)
+    args.stages = False
     run = case.rows(backend)[row][0]
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_memory()
