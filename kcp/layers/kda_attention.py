@@ -114,7 +114,7 @@ class KdaAttention(nn.Cell):
         group: the ranks that share every sequence; None: one rank.
 
     Inputs:
-        hidden_states ``[B, T_local, D]``; cu_seqlens: global boundaries of a pack (B = 1), host integers or padded int32 Tensor, or None.
+        hidden_states ``[B, T_local, D]``; cu_seqlens: global boundaries of packed documents as :class:`KdaCore` takes them, or None.
 
     Outputs:
         ``[B, T_local, D]``, the dtype of hidden_states.

@@ -9,17 +9,25 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from kcp.ops import backends
-from kcp.ops.chunk_kda import boundaries_of, check_boundary_info, chunk_kda, resolve_scale
+from kcp.ops.chunk_kda import chunk_kda, resolve_scale
+from kcp.ops.numerics import in_graph
 from kcp.ops.options import (
     KdaOptions,
     check_choice,
     check_chunk_size,
-    check_cu_seqlens,
     check_flag,
     check_inputs,
     check_lower_bound,
     describe,
 )
+from kcp.parallel.boundaries import (
+    check_row_tensor,
+    check_rows,
+    flat_rows,
+    flat_tensor_rows,
+    host_rows,
+)
+from kcp.parallel.documents import HostDocuments, TensorDocuments
 from kcp.parallel.gradients import REDUCE_CHOICES
 from kcp.parallel.group import CpGroup
 from kcp.parallel.state_scan import StateScan
@@ -114,6 +122,22 @@ class StrategyCell(nn.Cell):
         return grads + (cu - cu,)
 
 
+def _split_boundaries(cu_seqlens):
+    """``(host boundaries or None, boundary Tensor or None)``; in PyNative a Tensor's values are read and become host boundaries."""
+    if cu_seqlens is None:
+        return None, None
+    if isinstance(cu_seqlens, Tensor):
+        if in_graph():
+            return None, cu_seqlens
+        return host_rows(cu_seqlens), None
+    return cu_seqlens, None
+
+
+@constexpr(check=False)
+def _flat_host_rows(rows, batch, num_tokens):
+    return flat_rows(check_rows(rows, batch, num_tokens), num_tokens)
+
+
 @constexpr(check=False)
 def _strategy_cell(number, tensors, host, boundaries, output_final_state):
     return _cores[number].strategy_cell(tensors, host, boundaries, output_final_state)
@@ -131,7 +155,8 @@ class KdaCore(nn.Cell):
           rank's tokens.
         - a_log ``[Hv]``, dt_bias ``[Hv, K]`` or ``[Hv*K]``, float32 or None: replicated on every rank.
         - initial_state ``[N, Hv, K, V]`` float32 or None, the same on every rank.
-        - cu_seqlens: global boundaries of a pack (B = 1), host integers or a padded int32 Tensor, with ``none`` and ``ulysses``.
+        - cu_seqlens: global boundaries of packed documents, from 0 to T: host integers (one list for B = 1, one list a row for B > 1), or
+          an int32 Tensor ``[M+1]`` or ``[B, M+1]`` padded with T; None: every row is one document. N counts the documents of all rows.
         - output_final_state: return the state after the last token of the whole sequence.
 
     Outputs:
@@ -173,20 +198,33 @@ class KdaCore(nn.Cell):
         cu_seqlens=None,
         output_final_state: bool = True,
     ):
-        if not self.distributed:
-            c = self.config
-            return chunk_kda(
-                query, key, value, gate, beta, c.scale, c.chunk_size,
-                layout="BSND", output_final_state=output_final_state, safe_gate=c.safe_gate, lower_bound=c.lower_bound,
-                use_gate_in_kernel=c.use_gate_in_kernel, a_log=a_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens,
-                initial_state=initial_state, disable_recompute=c.disable_recompute, state_v_first=c.state_v_first, epsilon=c.epsilon,
-                use_qk_l2norm_in_kernel=c.use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=c.use_beta_sigmoid_in_kernel,
-                allow_neg_eigval=c.allow_neg_eigval,
-            )  # fmt: skip
-        return self._distributed(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
+        if self.distributed:
+            return self._distributed(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
+        batch, num_tokens = query.shape[:2]
+        if cu_seqlens is None or batch == 1:
+            return self._local(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
+        rows, boundaries = _split_boundaries(cu_seqlens)
+        cu = _flat_host_rows(rows, batch, num_tokens) if boundaries is None else flat_tensor_rows(boundaries, num_tokens)
+        flat = (1, batch * num_tokens)
+        out, final_state = self._local(
+            query.reshape(flat + query.shape[2:]), key.reshape(flat + key.shape[2:]), value.reshape(flat + value.shape[2:]),
+            gate.reshape(flat + gate.shape[2:]), beta.reshape(flat + beta.shape[2:]), a_log, dt_bias, initial_state, cu, output_final_state,
+        )  # fmt: skip
+        return out.reshape(value.shape), final_state
+
+    def _local(self, query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state):
+        c = self.config
+        return chunk_kda(
+            query, key, value, gate, beta, c.scale, c.chunk_size,
+            layout="BSND", output_final_state=output_final_state, safe_gate=c.safe_gate, lower_bound=c.lower_bound,
+            use_gate_in_kernel=c.use_gate_in_kernel, a_log=a_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens,
+            initial_state=initial_state, disable_recompute=c.disable_recompute, state_v_first=c.state_v_first, epsilon=c.epsilon,
+            use_qk_l2norm_in_kernel=c.use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=c.use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=c.allow_neg_eigval,
+        )  # fmt: skip
 
     def _distributed(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state):
-        host, boundaries = boundaries_of(cu_seqlens)
+        rows, boundaries = _split_boundaries(cu_seqlens)
         infos = (
             describe(q),
             describe(k),
@@ -197,7 +235,7 @@ class KdaCore(nn.Cell):
             describe(dt_bias),
             describe(initial_state),
         )
-        cell = _strategy_cell(self.number, infos, host, describe(boundaries), output_final_state)
+        cell = _strategy_cell(self.number, infos, rows, describe(boundaries), output_final_state)
         none = ops.zeros((1,), ms.float32)
         results = cell(
             q, k, v, g, beta,
@@ -208,50 +246,64 @@ class KdaCore(nn.Cell):
         )  # fmt: skip
         return results[0], results[1] if output_final_state else None
 
-    def strategy_cell(self, tensors: tuple, host, boundaries, output_final_state: bool) -> StrategyCell:
-        """The strategy for inputs with these ``(shape, dtype)`` (None: absent), after checking them."""
-        cell = StrategyCell(self._strategy(tensors, host, boundaries), output_final_state)
-        return cell
+    def strategy_cell(self, tensors: tuple, rows, boundaries, output_final_state: bool) -> StrategyCell:
+        """The strategy for inputs with these ``(shape, dtype)`` (None: absent), after checking them.
 
-    def _strategy(self, tensors, host, boundaries):
+        ``rows``: host boundaries, one tuple of integers for B = 1 or one a row; ``boundaries``: ``(shape, dtype)`` of a boundary Tensor.
+        """
+        return StrategyCell(self._strategy(tensors, rows, boundaries), output_final_state)
+
+    def _strategy(self, tensors, rows, boundaries):
         c, group = self.config, self.group
         q, k, v, g, beta, a_log, dt_bias, initial_state = tensors
-        num_sequences = len(host) - 1 if host is not None else None
-        if boundaries is not None:
-            num_sequences = check_boundary_info(boundaries)
-        sizes = check_inputs("BSND", q, k, v, g, beta, a_log, dt_bias, initial_state, c.state_v_first, num_sequences)
+        batch, num_tokens = q[0][0], sum(group.lengths(q[0][1] if len(q[0]) > 1 else 0))
+        if rows is not None:
+            rows = check_rows(rows, batch, num_tokens)
+            num_documents = sum(len(row) - 1 for row in rows)
+        elif boundaries is not None:
+            num_documents = batch * check_row_tensor(boundaries, batch)
+        else:
+            num_documents = batch
+        sizes = check_inputs("BSND", q, k, v, g, beta, a_log, dt_bias, initial_state, c.state_v_first, num_documents, sliced=True)
         for name, axis, expected in (
             ("query", "Hk", c.num_heads), ("value", "Hv", c.num_v_heads), ("query", "K", c.head_dim), ("value", "V", c.v_head_dim),
         ):  # fmt: skip
             if sizes[axis] != expected:
                 raise ValueError(f"{name} has {axis}={sizes[axis]}; allowed: {expected}, as configured")
-        lengths = group.lengths(sizes["T"])
-        if lengths[group.rank] != sizes["T"]:
-            raise ValueError(f"query has {sizes['T']} tokens; allowed: {lengths[group.rank]}, the slice of rank {group.rank}")
-        packed = num_sequences is not None
-        if packed and c.strategy != "ulysses":
-            raise ValueError(f"cu_seqlens is given with strategy {c.strategy!r} over {group.size} ranks; allowed: 'ulysses', or None")
-        if host is not None:
-            check_cu_seqlens(host, sum(lengths))
-        opts = KdaOptions(
-            scale=resolve_scale(c.scale, c.head_dim),
-            chunk_size=c.chunk_size,
-            layout="BSND",
-            safe_gate=c.safe_gate,
-            lower_bound=c.lower_bound,
-            use_gate_in_kernel=c.use_gate_in_kernel,
-            has_a_log=a_log is not None,
-            has_dt_bias=dt_bias is not None,
-            has_initial_state=initial_state is not None or c.strategy == "state_scan",
-            cu_seqlens="tensor" if boundaries is not None else host,
-            disable_recompute=c.disable_recompute,
-            state_v_first=c.state_v_first,
-            epsilon=c.epsilon,
-            use_qk_l2norm_in_kernel=c.use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=c.use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=c.allow_neg_eigval,
-        )
+        begin = sum(group.lengths(sizes["T"])[: group.rank])
+        if group.lengths(sizes["T"])[group.rank] != sizes["T"]:
+            raise ValueError(f"query has {sizes['T']} tokens; allowed: {group.lengths(0)[group.rank]}, the slice of rank {group.rank}")
         backend = backends.select("chunk_kda")
+        options = self._options(a_log is not None, dt_bias is not None)
         if c.strategy == "ulysses":
-            return Ulysses(opts, backend, group, c.reduce_replicated_grads)
-        return StateScan(opts, backend, group, c.reduce_replicated_grads, initial_state is not None, c.keep_transitions)
+            cu = "tensor" if boundaries is not None else None if rows is None else flat_rows(rows, num_tokens)
+            opts = KdaOptions(cu_seqlens=cu, has_initial_state=initial_state is not None, state_v_first=c.state_v_first, **options)
+            return Ulysses(opts, backend, group, c.reduce_replicated_grads, batch)
+        if boundaries is not None:
+            documents = TensorDocuments(batch, num_documents // batch, begin, begin + sizes["T"], group.rank == 0)
+            cu = "tensor"
+        else:
+            documents = HostDocuments(rows or ((0, num_tokens),) * batch, begin, begin + sizes["T"], group.rank == 0)
+            cu = documents.local_boundaries
+        opts = KdaOptions(cu_seqlens=cu, has_initial_state=True, **options)
+        return StateScan(
+            opts, backend, group, documents, c.reduce_replicated_grads, initial_state is not None, c.state_v_first, c.keep_transitions
+        )
+
+    def _options(self, has_a_log, has_dt_bias) -> dict:
+        c = self.config
+        return {
+            "scale": resolve_scale(c.scale, c.head_dim),
+            "chunk_size": c.chunk_size,
+            "layout": "BSND",
+            "safe_gate": c.safe_gate,
+            "lower_bound": c.lower_bound,
+            "use_gate_in_kernel": c.use_gate_in_kernel,
+            "has_a_log": has_a_log,
+            "has_dt_bias": has_dt_bias,
+            "disable_recompute": c.disable_recompute,
+            "epsilon": c.epsilon,
+            "use_qk_l2norm_in_kernel": c.use_qk_l2norm_in_kernel,
+            "use_beta_sigmoid_in_kernel": c.use_beta_sigmoid_in_kernel,
+            "allow_neg_eigval": c.allow_neg_eigval,
+        }

@@ -163,8 +163,12 @@ def token_dims(layout, head, *feature):
     return " ".join(order + feature)
 
 
-def check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, initial_state, state_v_first, cu):
-    """Shapes and dtypes of the op's inputs, each ``(shape, dtype)`` or None. Returns the sizes by name."""
+def check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, initial_state, state_v_first, cu, sliced=False):
+    """Shapes and dtypes of the op's inputs, each ``(shape, dtype)`` or None. Returns the sizes by name.
+
+    ``cu``: number of packed sequences or None. ``sliced``: the tokens are one rank's slice, which may be empty and whose rows may hold
+    several sequences each.
+    """
     sizes = {}
     check_tensor("q", q, token_dims(layout, "Hk", "K"), sizes, STORAGE)
     check_tensor("k", k, token_dims(layout, "Hk", "K"), sizes, (str(q[1]),))
@@ -175,7 +179,7 @@ def check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, initial_state, state_
     check_tensor("beta", beta, token_dims(layout, "Hv"), sizes, STORAGE)
     sizes.setdefault("B", 1)
     for name, size in sizes.items():
-        if size < 1:
+        if size < 1 and not (sliced and name == "T"):
             raise ValueError(f"{'v' if name in ('Hv', 'V') else 'q'} has {name}={size}; allowed: at least 1")
     for name, arg in (("K", "q"), ("V", "v")):
         if sizes[name] > MAX_WIDTH:
@@ -189,7 +193,7 @@ def check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, initial_state, state_
             check_tensor("dt_bias", dt_bias, "Hv K", sizes, ("Float32",))
     sizes["N"] = sizes["B"]
     if cu is not None:
-        if sizes["B"] != 1:
+        if sizes["B"] != 1 and not sliced:
             raise ValueError(f"cu_seqlens is given with B={sizes['B']}; allowed: B=1 (flatten the batch into one pack)")
         sizes["N"] = cu
         if cu < 1:

@@ -6,7 +6,7 @@ States follow one convention: a final state is the same on every rank and its gr
 state's gradient comes back whole on every rank.
 """
 
-from mindspore import Tensor, ops
+from mindspore import ops
 
 REDUCE_CHOICES = ("trainer", "kcp")
 
@@ -26,20 +26,3 @@ def reduce_gate_parameters(opts, da_log, ddt_bias, dq, collectives, reduced_by: 
         ddt_bias = collectives.all_reduce(ops.depend(ddt_bias, dq))
         dq = ops.depend(dq, ddt_bias)
     return da_log, ddt_bias, dq
-
-
-def share_final_state(final_state: Tensor, collectives) -> Tensor:
-    """The last rank's final state on every rank: zero elsewhere, then all-reduced."""
-    if collectives.rank != collectives.size - 1:
-        final_state = ops.depend(ops.zeros(final_state.shape, final_state.dtype), final_state)
-    return collectives.all_reduce(final_state)
-
-
-def share_initial_gradient(dh0: Tensor, collectives) -> Tensor:
-    """The first rank's initial-state gradient on every rank: zero elsewhere, then all-reduced.
-
-    (Not one function with :func:`share_final_state`: a graph can't share it between a Cell's forward and its backward.)
-    """
-    if collectives.rank != 0:
-        dh0 = ops.depend(ops.zeros(dh0.shape, dh0.dtype), dh0)
-    return collectives.all_reduce(dh0)

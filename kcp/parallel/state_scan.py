@@ -3,11 +3,13 @@
     forward    local summary [E | M] -> all-gather -> prefix -> local forward from the incoming state
     backward   local dE -> all-gather -> suffix with dM = M^T kept from the forward -> local backward
 
-What is exchanged does not depend on the number of tokens. A rank that knows its incoming state computes its outgoing one alone: the first
-rank sends ``[E | 0]`` with E from the initial state, and in the backward the last rank sends dE from the final state's gradient. The last
-rank's forward and the first rank's backward summary are never needed; those ranks send zeros without computing them.
+What is exchanged does not depend on the number of tokens. A rank whose incoming state is known (a slice that starts a document, rank 0)
+computes its outgoing state alone, E without M; a rank where a document ends computes dE without dM (``documents.py`` has the rules). The
+last rank's forward and the first rank's backward summary are never needed; those ranks send zeros.
 
 Ranks run different graphs, and a graph orders its collectives by data alone: ``ops.depend`` ties each exchange to the one before it.
+
+Shapes: B rows, N documents, L of them on this rank, H value heads; states ``[*, H, K, V]`` are K-first here, float32.
 """
 
 import mindspore as ms
@@ -15,105 +17,177 @@ from mindspore import ops
 
 from kcp.ops.layouts import transpose_state
 from kcp.parallel import summary
-from kcp.parallel.gradients import reduce_gate_parameters, share_final_state, share_initial_gradient
+from kcp.parallel.documents import (
+    CONTINUES,
+    EMPTY,
+    ENDING,
+    FIRST,
+    LAST,
+    LOCAL_BOUNDARIES,
+    OPEN,
+    PICK,
+    ROW,
+    STARTING,
+    THROUGH,
+    mixed,
+    placed,
+)
+from kcp.parallel.gradients import reduce_gate_parameters
 
 
 @ms.jit_class
 class StateScan:
-    """The strategy for KDA over dense slices, explicit forward and backward.
+    """The strategy for KDA, explicit forward and backward.
 
-    ``opts`` is the local op's: it always has an initial state (K-first inside; the public states follow ``state_v_first``).
+    Args:
+        opts: options of the local op: K-first states, always an initial state, local boundaries.
+        backend: serves the local op.
+        group: the ranks.
+        documents: what this rank holds.
+        reduced_by: who reduces the gradients of a_log and dt_bias.
+        has_initial_state: whether initial states are given.
+        state_v_first: axis order of the public states.
+        keep_transitions: keep the gathered M of the forward for the backward.
     """
 
-    def __init__(self, opts, backend, group, reduced_by: str, has_initial_state: bool, keep_transitions: bool):
+    def __init__(self, opts, backend, group, documents, reduced_by, has_initial_state, state_v_first, keep_transitions):
         self.opts = opts
         self.backend = backend
         self.group = group
+        self.documents = documents
         self.reduced_by = reduced_by
         self.has_initial_state = has_initial_state
+        self.state_v_first = state_v_first
         self.keep_transitions = keep_transitions
         self.is_first = group.rank == 0
         self.is_last = group.rank == group.size - 1
+        self.no_tokens = documents.num_tokens == 0
 
-    def _state_shape(self, q, v):
-        return q.shape[0], v.shape[2], q.shape[3], v.shape[3]
+    def _flat(self, x):
+        """Rows one after the other, ``[B, T, ...] -> [1, B T, ...]``, unless every row is one sequence of the local op."""
+        return x if self.documents.dense else x.reshape((1, x.shape[0] * x.shape[1]) + x.shape[2:])
 
-    def _own_summary(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, opened):
-        """``[N, Hv, K, V + K]`` that this rank sends in the forward."""
-        batch, heads, width, value_width = self._state_shape(q, v)
+    def _unflat(self, x):
+        if self.documents.dense:
+            return x
+        return x.reshape((self.documents.num_rows, x.shape[1] // self.documents.num_rows) + x.shape[2:])
+
+    def _send_forward(self, q, k, v, g, beta, a_log, dt_bias, index, h0, opened):
+        """``[B, H, K, V + K]``, this rank's ``[E | M]``."""
+        docs, heads, width, value_width = self.documents, v.shape[2], q.shape[3], v.shape[3]
+        zeros = ops.zeros((docs.num_rows, heads, width, value_width + width), ms.float32)
         if self.is_last:
-            return ops.zeros((batch, heads, width, value_width + width), ms.float32)
-        if not self.is_first:
+            return zeros
+        if self.no_tokens:
+            return summary.identity(docs.num_rows, heads, width, value_width)
+        cu = index[LOCAL_BOUNDARIES]
+        if docs.all_through:
             return self.backend.forward_summary(self.opts, q, k, v, g, beta, a_log, dt_bias, cu, opened)
-        if self.has_initial_state:
-            state = transpose_state(initial_state, self.opts.state_v_first)
-        else:
-            state = ops.zeros((batch, heads, width, value_width), ms.float32)
-        end = self.backend.forward_end(self.opts, q, k, v, g, beta, a_log, dt_bias, state, cu, opened)
-        return ops.concat((end, ops.zeros((batch, heads, width, width), ms.float32)), -1)
+        start = h0 * (1.0 - index[CONTINUES]) if docs.any_continues else h0
+        ends = self.backend.forward_end(self.opts, q, k, v, g, beta, a_log, dt_bias, start, cu, opened)
+        e, m = ops.gather(ends, index[LAST], 0), zeros[..., value_width:]
+        if docs.any_through:
+            whole = self.backend.forward_summary(self.opts, q, k, v, g, beta, a_log, dt_bias, cu, opened)
+            m = ops.gather(whole, index[LAST], 0)[..., value_width:] * index[THROUGH]
+        return ops.concat((e, m), -1)
 
     def forward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, output_final_state):
-        """This rank's tokens in and out (BSND); ``(out, final_state, saved)``, saved = incoming state, transitions, local caches."""
-        shape = self._state_shape(q, v)
-        opened = self.backend.forward_open(self.opts, q, k, v, g, beta, a_log, dt_bias, cu)
-        own = ops.depend(self._own_summary(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, opened), q)
-        gathered = self.group.collectives.all_gather(own)
-        if self.is_first and self.has_initial_state:
-            state = initial_state * 1.0
+        """This rank's tokens in and out (BSND); ``(out, final_state, saved)``, saved = local initial states, transitions, local caches."""
+        docs, heads, width, value_width = self.documents, v.shape[2], q.shape[3], v.shape[3]
+        index = docs.index(cu)
+        if self.has_initial_state:
+            states = transpose_state(initial_state, self.state_v_first)
         else:
-            state = summary.prefix(gathered, self.group.rank, ops.zeros(shape, ms.float32))
-            state = transpose_state(state, self.opts.state_v_first)
-        state = ops.depend(state, gathered)
-        out, final_state, saved = self.backend.forward_close(self.opts, q, k, v, g, beta, a_log, dt_bias, state, cu, opened)
+            states = ops.zeros((docs.num_documents, heads, width, value_width), ms.float32)
+        q, k, v, g, beta = self._flat(q), self._flat(k), self._flat(v), self._flat(g), self._flat(beta)
+        opened, h0 = (), states[:1]
+        if not self.no_tokens:
+            h0 = ops.gather(states, index[PICK], 0)
+            opened = self.backend.forward_open(self.opts, q, k, v, g, beta, a_log, dt_bias, index[LOCAL_BOUNDARIES])
+        own = self._send_forward(q, k, v, g, beta, a_log, dt_bias, index, h0, opened)
+        gathered = self.group.collectives.all_gather(ops.depend(own, q))
+        out, final_state, saved = v, ops.zeros(states.shape, ms.float32), ()
+        if not self.no_tokens:
+            if docs.any_continues:
+                none = ops.zeros((docs.num_rows, heads, width, value_width), ms.float32)
+                h0 = mixed(h0, summary.prefix(gathered, self.group.rank, none), index[CONTINUES], index[ROW])
+            h0 = ops.depend(h0 * 1.0, gathered)
+            out, ends, saved = self.backend.forward_close(self.opts, q, k, v, g, beta, a_log, dt_bias, h0, index[LOCAL_BOUNDARIES], opened)
+            final_state = placed(ends, index[ENDING])
+        else:
+            out = ops.depend(v * 1.0, gathered)
+        if docs.any_empty:
+            final_state = final_state + states * index[EMPTY]
         if output_final_state:
-            final_state = share_final_state(final_state, self.group.collectives)
+            final_state = self.group.collectives.all_reduce(ops.depend(final_state, out))
             out = ops.depend(out, final_state)
-        boundary = (state, gathered[..., shape[3] :]) if self.keep_transitions else (state,)
-        return out, final_state, boundary + saved
+        boundary = (h0, gathered[..., value_width:]) if self.keep_transitions else (h0,)
+        return self._unflat(out), transpose_state(final_state, self.state_v_first), boundary + saved
 
-    def _incoming_gradient(self, q, v, cu, saved, caches, opened, d_final):
-        """Gradient ``[N, Hv, K, V]`` (K-first) of this rank's outgoing state; d_final K-first, the same on every rank."""
-        batch, heads, width, value_width = self._state_shape(q, v)
-        collectives = self.group.collectives
-        none = ops.depend(ops.zeros((batch, heads, width, value_width + width), ms.float32), d_final)
+    def _send_backward(self, q, v, index, d_ends, caches, opened):
+        """``[B, H, K, V]``, this rank's dE, or ``[dE | dM]`` where the transitions were not kept."""
+        docs, heads, width, value_width = self.documents, v.shape[2], q.shape[3], v.shape[3]
+        zeros = ops.zeros((docs.num_rows, heads, width, value_width + width), ms.float32)
+        if self.no_tokens or self.is_first:
+            if self.keep_transitions:
+                return zeros[..., :value_width]
+            return zeros if self.is_first else summary.identity(docs.num_rows, heads, width, value_width)
+        cu = index[LOCAL_BOUNDARIES]
+        if docs.all_through and not self.keep_transitions:
+            return self.backend.backward_summary(self.opts, q, cu, caches, opened)
+        end = d_ends * (1.0 - index[OPEN]) if docs.any_open else d_ends
+        d_e = ops.gather(self.backend.backward_end(self.opts, q, cu, caches, opened, end), index[FIRST], 0)
         if self.keep_transitions:
-            if self.is_first:
-                own = none[..., :value_width]
-            else:
-                # without a known gradient at its end this is dE from zero
-                own = self.backend.backward_end(self.opts, q, cu, caches, opened, d_final if self.is_last else none[..., :value_width])
-            d_e, d_m = collectives.all_gather(own), ops.swapaxes(saved[1], -1, -2)
-        else:
-            if self.is_first:
-                own = none
-            elif self.is_last:
-                own = self.backend.backward_end(self.opts, q, cu, caches, opened, d_final)
-                own = ops.concat((own, none[..., value_width:]), -1)
-            else:
-                own = self.backend.backward_summary(self.opts, q, cu, caches, opened)
-            gathered = collectives.all_gather(own)
-            d_e, d_m = gathered[..., :value_width], gathered[..., value_width:]
-        if self.is_last:
-            return ops.depend(d_final, d_e)
-        return summary.suffix(d_e, d_m, self.group.rank, none[..., :value_width])
+            return d_e
+        d_m = zeros[..., value_width:]
+        if docs.any_through:
+            whole = self.backend.backward_summary(self.opts, q, cu, caches, opened)
+            d_m = ops.gather(whole, index[FIRST], 0)[..., value_width:] * index[THROUGH]
+        return ops.concat((d_e, d_m), -1)
 
     def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final):
         """Gradients of this rank's tokens, partial (or reduced) parameter gradients, the whole initial-state gradient."""
+        docs, collectives, value_width = self.documents, self.group.collectives, v.shape[3]
+        index = docs.index(cu)
         kept = 2 if self.keep_transitions else 1
-        state = saved[0]
-        caches, opened = self.backend.backward_open(self.opts, q, k, v, g, beta, a_log, dt_bias, state, cu, saved[kept:], d_out)
+        h0 = saved[0]
+        shape = (docs.num_documents,) + h0.shape[1:]
+        tied = q
+        q, k, v, g, beta = self._flat(ops.depend(q, tied)), self._flat(k), self._flat(v), self._flat(g), self._flat(beta)
         if d_final is not None:
-            grad = transpose_state(self.group.collectives.all_reduce(d_final), self.opts.state_v_first)
+            grads = transpose_state(collectives.all_reduce(d_final), self.state_v_first)
         else:
-            grad = ops.depend(ops.zeros(self._state_shape(q, v), ms.float32), q)
-        grad = transpose_state(self._incoming_gradient(q, v, cu, saved, caches, opened, grad), self.opts.state_v_first)
-        dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self.backend.backward_close(
-            self.opts, q, k, v, g, beta, a_log, dt_bias, state, cu, caches, opened, grad
-        )
-        da_log, ddt_bias, dq = reduce_gate_parameters(self.opts, da_log, ddt_bias, dq, self.group.collectives, self.reduced_by)
+            grads = ops.depend(ops.zeros(shape, ms.float32), tied)
+        caches, opened, d_ends = (), (), grads[:1]
+        if not self.no_tokens:
+            d_ends = ops.gather(grads, index[PICK], 0)
+            d_out = None if d_out is None else self._flat(d_out)
+            caches, opened = self.backend.backward_open(
+                self.opts, q, k, v, g, beta, a_log, dt_bias, h0, index[LOCAL_BOUNDARIES], saved[kept:], d_out
+            )
+        own = ops.depend(self._send_backward(q, v, index, d_ends, caches, opened), grads)
+        gathered = collectives.all_gather(own)
+        if self.no_tokens:
+            dq, dk, dv, dg, dbeta = q * 0.0, k * 0.0, v * 0.0, g * 0.0, beta * 0.0
+            dq, da_log, ddt_bias = ops.depend(dq, gathered), a_log * 0.0, dt_bias * 0.0
+            dh0 = ops.zeros(shape, ms.float32)
+        else:
+            if docs.any_open:
+                d_m = ops.swapaxes(saved[1], -1, -2) if self.keep_transitions else gathered[..., value_width:]
+                none = ops.zeros((docs.num_rows,) + h0.shape[1:], ms.float32)
+                crossing = summary.suffix(gathered[..., :value_width], d_m, self.group.rank, none)
+                d_ends = mixed(d_ends, crossing, index[OPEN], index[ROW])
+            dq, dk, dv, dg, dbeta, da_log, ddt_bias, d_starts = self.backend.backward_close(
+                self.opts, q, k, v, g, beta, a_log, dt_bias, h0, index[LOCAL_BOUNDARIES], caches, opened, ops.depend(d_ends * 1.0, gathered)
+            )
+            dh0 = placed(d_starts, index[STARTING])
+        da_log, ddt_bias, dq = reduce_gate_parameters(self.opts, da_log, ddt_bias, dq, collectives, self.reduced_by)
         if self.has_initial_state:
-            dh0 = share_initial_gradient(ops.depend(dh0, dq), self.group.collectives)
+            if docs.any_empty:
+                dh0 = dh0 + grads * index[EMPTY]
+            dh0 = collectives.all_reduce(ops.depend(dh0, dq))
             dq = ops.depend(dq, dh0)
+            dh0 = transpose_state(dh0, self.state_v_first)
         else:
             dh0 = initial_state - initial_state
-        return dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0
+        return self._unflat(dq), self._unflat(dk), self._unflat(dv), self._unflat(dg), self._unflat(dbeta), da_log, ddt_bias, dh0

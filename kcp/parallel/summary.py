@@ -7,6 +7,7 @@ They compose associatively (the prefix scan that makes context parallelism of th
 The backward summaries ``[dE | dM]`` compose the same way against time: ``dH_in = dM dH_out + dE``, dM = M^T.
 """
 
+import mindspore as ms
 from mindspore import Tensor, ops
 
 from kcp.ops.numerics import matmul
@@ -16,6 +17,12 @@ def split(summary: Tensor) -> tuple[Tensor, Tensor]:
     """``(E [..., K, V], M [..., K, K])``."""
     width = summary.shape[-1] - summary.shape[-2]
     return summary[..., :width], summary[..., width:]
+
+
+def identity(batch: int, heads: int, width: int, value_width: int) -> Tensor:
+    """``[batch, heads, width, value_width + width]``, the summary ``[0 | I]`` of no token."""
+    eye = ops.broadcast_to(ops.eye(width, width, ms.float32), (batch, heads, width, width))
+    return ops.concat((ops.zeros((batch, heads, width, value_width), ms.float32), eye), -1)
 
 
 def compose(second: Tensor, first: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
+from kcp.parallel.boundaries import flat_tensor_rows
 from kcp.parallel.gradients import reduce_gate_parameters
 
 
@@ -135,11 +136,24 @@ def _check_token_tensor(shape, position, size):
 class Ulysses:
     """The strategy for KDA, explicit forward and backward."""
 
-    def __init__(self, opts, backend, group, reduced_by: str):
+    def __init__(self, opts, backend, group, reduced_by: str, num_rows: int):
         self.opts = opts
         self.backend = backend
         self.group = group
         self.reduced_by = reduced_by
+        self.num_rows = num_rows
+        self.flat = opts.cu_seqlens is not None and num_rows > 1
+
+    def _boundaries(self, cu, num_tokens):
+        """Boundary Tensor of the flattened rows."""
+        return flat_tensor_rows(cu, num_tokens) if self.flat and self.opts.cu_seqlens == "tensor" else cu
+
+    def _flatten(self, x):
+        """Rows of packed documents one after the other: ``[B, T, ...] -> [1, B T, ...]``."""
+        return x.reshape((1, x.shape[0] * x.shape[1]) + x.shape[2:]) if self.flat else x
+
+    def _unflatten(self, x):
+        return x.reshape((self.num_rows, x.shape[1] // self.num_rows) + x.shape[2:]) if self.flat else x
 
     def _exchange_in(self, q, k, v, g, beta, a_log, dt_bias, initial_state):
         """Inputs for the local heads; q|k and v|g|beta travel together."""
@@ -155,7 +169,8 @@ class Ulysses:
             g = sequence_to_heads(ops.depend(g, v), self.group)
             beta = sequence_to_heads(ops.depend(beta, g), self.group)
         a_log, dt_bias, initial_state = self._local_parameters(a_log, dt_bias, initial_state, v.shape[2])
-        return qk[..., :width], qk[..., width:], v, g, beta, a_log, dt_bias, initial_state
+        q, k = self._flatten(qk[..., :width]), self._flatten(qk[..., width:])
+        return q, k, self._flatten(v), self._flatten(g), self._flatten(beta), a_log, dt_bias, initial_state
 
     def _local_parameters(self, a_log, dt_bias, initial_state, local_heads):
         """What belongs to this rank's heads."""
@@ -193,12 +208,13 @@ class Ulysses:
         local_tokens = v.shape[1]
         inputs = self._exchange_in(q, k, v, g, beta, a_log, dt_bias, initial_state)
         out, final_state, saved = self.backend.op_forward(
-            self.opts, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6], inputs[7], cu
-        )
+            self.opts, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6], inputs[7],
+            self._boundaries(cu, inputs[2].shape[1] // self.num_rows),
+        )  # fmt: skip
         if output_final_state:
             final_state = self._gather_heads(final_state)
             out = ops.depend(out, final_state)
-        return heads_to_sequence(out, self.group, local_tokens), final_state, inputs[:5] + saved
+        return heads_to_sequence(self._unflatten(out), self.group, local_tokens), final_state, inputs[:5] + saved
 
     def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final):
         """Gradients of this rank's tokens, partial (or reduced) parameter gradients, the whole initial-state gradient."""
@@ -206,15 +222,19 @@ class Ulysses:
         lq, lk, lv, lg, lbeta = saved[:5]
         a_log, dt_bias, initial_state = self._local_parameters(a_log, dt_bias, initial_state, lv.shape[2])
         if d_out is not None:
-            d_out = sequence_to_heads(ops.depend(d_out, q), self.group)
+            d_out = self._flatten(sequence_to_heads(ops.depend(d_out, q), self.group))
         if d_final is not None:
             if d_out is not None:
                 d_final = ops.depend(d_final, d_out)
             begin = self.group.rank * lv.shape[2]
             d_final = self.group.collectives.all_reduce(d_final)[:, begin : begin + lv.shape[2]]
         dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self.backend.op_backward(
-            self.opts, lq, lk, lv, lg, lbeta, a_log, dt_bias, initial_state, cu, saved[5:], d_out, d_final
-        )
+            self.opts, lq, lk, lv, lg, lbeta, a_log, dt_bias, initial_state,
+            self._boundaries(cu, lv.shape[1] // self.num_rows), saved[5:], d_out, d_final,
+        )  # fmt: skip
+        dq, dk, dv, dg, dbeta = (
+            self._unflatten(dq), self._unflatten(dk), self._unflatten(dv), self._unflatten(dg), self._unflatten(dbeta)
+        )  # fmt: skip
         width = dq.shape[-1]
         dqk = heads_to_sequence(ops.concat((dq, dk), -1), self.group, local_tokens)
         dv = heads_to_sequence(ops.depend(dv, dqk), self.group, local_tokens)

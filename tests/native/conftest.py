@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-
 from native_driver import Native
 
 BUILT = Path(__file__).resolve().parents[2] / "kcp" / "ops" / "backends" / "native" / "libkcp_native.so"

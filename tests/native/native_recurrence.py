@@ -85,8 +85,26 @@ def kda(inputs, o):
     return res
 
 
-def make_inputs(rng, tokens, heads=2, key=128, value=128, key_heads=None, batch=1, lengths=None, gate="lower_bound", a_log=True,
-                dt_bias=True, initial=True, d_final=True, shift=0.0, spread=1.0, correlated=0.0, v_first=False, beta_range=None):
+def make_inputs(
+    rng,
+    tokens,
+    heads=2,
+    key=128,
+    value=128,
+    key_heads=None,
+    batch=1,
+    lengths=None,
+    gate="lower_bound",
+    a_log=True,
+    dt_bias=True,
+    initial=True,
+    d_final=True,
+    shift=0.0,
+    spread=1.0,
+    correlated=0.0,
+    v_first=False,
+    beta_range=None,
+):
     """Random float32 inputs; ``lengths`` makes a pack."""
     key_heads = key_heads or heads
     f = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
@@ -94,9 +112,14 @@ def make_inputs(rng, tokens, heads=2, key=128, value=128, key_heads=None, batch=
     if lengths is not None:
         cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         tokens, batch = int(cu[-1]), 1
-    x = dict(q=f(batch, tokens, key_heads, key), k=f(batch, tokens, key_heads, key), v=f(batch, tokens, heads, value),
-             g=f(batch, tokens, heads, key) * np.float32(spread) + np.float32(shift), beta=f(batch, tokens, heads),
-             d_out=f(batch, tokens, heads, value))
+    x = dict(
+        q=f(batch, tokens, key_heads, key),
+        k=f(batch, tokens, key_heads, key),
+        v=f(batch, tokens, heads, value),
+        g=f(batch, tokens, heads, key) * np.float32(spread) + np.float32(shift),
+        beta=f(batch, tokens, heads),
+        d_out=f(batch, tokens, heads, value),
+    )
     if correlated:
         x["k"] = (np.sqrt(1 - correlated**2) * x["k"] + correlated * f(1, 1, key_heads, key)).astype(np.float32)
     if gate == "none":

@@ -55,7 +55,7 @@ def test_write_strength(beta, a):
     check(run(problem), problem.truth())
 
 
-@pytest.mark.parametrize("raw_beta", [-30.0, 30.0])
+@pytest.mark.parametrize("raw_beta", [-30.0, -12.0, 8.0, 12.0, 30.0])
 def test_saturated_sigmoid(raw_beta):
     problem = with_inputs(make_problem(6, T=70, allow_neg_eigval=True, d_final=True), beta=raw_beta)
     check(run(problem), problem.truth())

@@ -31,7 +31,7 @@ class CoreProblem:
     slow: bool = True
     with_initial_state: bool = True
     with_final_state: bool = True
-    cu_seqlens: tuple[int, ...] | None = None
+    cu_seqlens: tuple | None = None
     seed: int = 0
     options: dict = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class CoreProblem:
         """Inputs, ``d_out`` and ``d_final`` over all tokens, float32; slow decay (a near 0) unless asked otherwise."""
         rng = np.random.default_rng(self.seed)
         b, t, hk, hv, k, v = self.batch, sum(self.lengths), self.num_heads, self.num_v_heads, self.head_dim, self.v_head_dim
-        n = b if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        n = b if self.cu_seqlens is None else sum(len(row) - 1 for row in self.rows())
         state = (n, hv, v, k) if self.config().state_v_first else (n, hv, k, v)
         shapes = {
             "q": (b, t, hk, k), "k": (b, t, hk, k), "v": (b, t, hv, v), "g": (b, t, hv, k), "beta": (b, t, hv),
@@ -61,13 +61,21 @@ class CoreProblem:
         out["g"] -= 6.0 if self.slow else 0.0
         return out
 
+    def rows(self) -> tuple:
+        """Boundaries of every row."""
+        return self.cu_seqlens if isinstance(self.cu_seqlens[0], tuple) else (self.cu_seqlens,)
+
     def truth(self) -> dict[str, np.ndarray]:
-        """Outputs and gradients of the float64 recurrence over all tokens."""
-        x, c = self.arrays(), self.config()
+        """Outputs and gradients of the float64 recurrence over all tokens; packed rows are laid one after the other for it."""
+        x, c, cu = self.arrays(), self.config(), self.cu_seqlens
+        if cu is not None:
+            cu = [0] + [b * sum(self.lengths) + end for b, row in enumerate(self.rows()) for end in row[1:]]
+            for name in (*TOKEN_INPUTS, "d_out"):
+                x[name] = x[name].reshape((1, -1) + x[name].shape[2:])
         inputs = {name: x[name] for name in INPUTS if name != "initial_state" or self.with_initial_state}
-        return kda_reference_grad(
+        truth = kda_reference_grad(
             **inputs,
-            cu_seqlens=self.cu_seqlens,
+            cu_seqlens=cu,
             safe_gate=c.safe_gate,
             allow_neg_eigval=c.allow_neg_eigval,
             use_qk_l2norm_in_kernel=True,
@@ -76,6 +84,9 @@ class CoreProblem:
             d_out=x["d_out"],
             d_final_state=x["d_final"] if self.with_final_state else None,
         )
+        for name in (*TOKEN_INPUTS, "out"):
+            truth[name] = truth[name].reshape((self.batch, sum(self.lengths)) + truth[name].shape[2:])
+        return truth
 
     def rank_tensors(self, rank: int) -> dict[str, Tensor]:
         """What rank ``rank`` holds; every rank puts an equal part of the final state's gradient into the loss."""
@@ -87,15 +98,29 @@ class CoreProblem:
         return {**local, **whole, "d_final": Tensor(x["d_final"] / len(self.lengths))}
 
 
-def run_explicit(problem: CoreProblem, group: CpGroup) -> dict[str, np.ndarray]:
-    """One rank's outputs and gradients through the strategy's explicit forward and backward (for lockstep runs)."""
+def boundary_tensor(problem: CoreProblem) -> Tensor:
+    """Boundaries as the padded int32 Tensor: ``[M + 1]``, or ``[B, M + 1]`` for several rows."""
+    rows, total = problem.rows(), sum(problem.lengths)
+    longest = max(len(row) for row in rows) + 2
+    padded = np.array([[*row, *[total] * (longest - len(row))] for row in rows], np.int32)
+    return Tensor(padded if problem.batch > 1 else padded[0])
+
+
+def run_explicit(problem: CoreProblem, group: CpGroup, as_tensor: bool = False) -> dict[str, np.ndarray]:
+    """One rank's outputs and gradients through the strategy's explicit forward and backward (for lockstep runs).
+
+    ``as_tensor``: hand the boundaries over as a Tensor whose values the strategy does not know (only without states given or returned,
+    since the padding adds documents).
+    """
     t = problem.rank_tensors(group.rank)
     core = KdaCore(problem.config(), group)
     state = t["initial_state"] if problem.with_initial_state else None
     tensors = [t[name] for name in INPUTS[:-1]] + [state]
-    cell = core.strategy_cell(tuple(describe(x) for x in tensors), problem.cu_seqlens, None, problem.with_final_state)
-    placeholder = ops.zeros((1,), ms.float32)
-    inputs = tensors[:-1] + [placeholder if state is None else state, placeholder]
+    rows, cu = problem.cu_seqlens, ops.zeros((1,), ms.float32)
+    if as_tensor:
+        rows, cu = None, boundary_tensor(problem)
+    cell = core.strategy_cell(tuple(describe(x) for x in tensors), rows, describe(cu) if as_tensor else None, problem.with_final_state)
+    inputs = tensors[:-1] + [ops.zeros((1,), ms.float32) if state is None else state, cu]
     results = cell.construct(*inputs)
     grads = cell.bprop(*inputs, results, (t["d_out"], t["d_final"] if problem.with_final_state else None))
     return _named(results[0], results[1] if problem.with_final_state else None, grads)
@@ -106,9 +131,10 @@ def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool) -> dict[str, n
     t = problem.rank_tensors(group.rank)
     core = KdaCore(problem.config(), group)
     d_out, d_final = t["d_out"], t["d_final"]
-    with_initial, with_final, cu = problem.with_initial_state, problem.with_final_state, problem.cu_seqlens
+    with_initial, with_final = problem.with_initial_state, problem.with_final_state
+    cu = None if problem.cu_seqlens is None else boundary_tensor(problem)
 
-    def loss(q, k, v, g, beta, a_log, dt_bias, initial_state):
+    def loss(q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
         out, final_state = core(
             q, k, v, g, beta, a_log, dt_bias, initial_state if with_initial else None, cu, output_final_state=with_final
         )
@@ -120,7 +146,7 @@ def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool) -> dict[str, n
     grad = ms.value_and_grad(loss, tuple(range(8)), has_aux=True)
     if jit:
         grad = ms.jit(grad)
-    (_, out, final_state), grads = grad(*[t[name] for name in INPUTS])
+    (_, out, final_state), grads = grad(*[t[name] for name in INPUTS], cu)
     return _named(out, final_state if with_final else None, grads)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from core_cases import CoreProblem, check
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _msrun import run_workers  # noqa: E402
 
+NO_STATES = {"with_initial_state": False, "with_final_state": False}
 WORKER = str(Path(__file__).with_name("_core_worker.py"))
 
 
@@ -19,6 +21,7 @@ def _problems(ranks: int) -> list[CoreProblem]:
     return [
         CoreProblem(lengths=(9,) * ranks, strategy="state_scan", seed=1),
         CoreProblem(lengths=(9,) * ranks, strategy="ulysses", num_heads=ranks, num_v_heads=heads, seed=2),
+        CoreProblem(lengths=(9,) * ranks, strategy="state_scan", seed=4, batch=1, cu_seqlens=(0, 3, 3, 12, 9 * ranks), **NO_STATES),
         CoreProblem(lengths=(7, 12, 3)[:ranks], strategy="state_scan", seed=3, options={"disable_recompute": False, "state_v_first": True}),
     ]
 
@@ -27,8 +30,8 @@ def _problems(ranks: int) -> list[CoreProblem]:
     ("ranks", "mode"), [(2, "pynative"), (3, "pynative"), (2, "graph"), pytest.param(3, "graph", marks=pytest.mark.ci)]
 )
 def test_core_among_processes(tmp_path, ranks, mode):
-    problems = _problems(ranks)[: 3 if mode == "pynative" else 2]
-    names = ["lengths", "strategy", "num_heads", "num_v_heads", "seed", "options"]
+    problems = _problems(ranks)[: 4 if mode == "pynative" else 3]
+    names = [field.name for field in fields(CoreProblem)]
     (tmp_path / "problems.json").write_text(json.dumps([{n: getattr(p, n) for n in names} for p in problems]))
     run_workers(WORKER, workers=ranks, args=[str(tmp_path), mode], timeout=240)
     for number, problem in enumerate(problems):

@@ -2,7 +2,7 @@
 
 Parameter names are those of a Hugging Face ``kimi_linear`` checkpoint on disk, where the dense feed-forward too is
 called ``block_sparse_moe``. The model is given whole samples and works on its rank's slice of them; only KDA crosses
-ranks. A sample is treated as one document: ``cu_seqlens`` is accepted and not used yet.
+ranks. Documents packed into a sample never see each other: ``cu_seqlens`` reaches the state recurrence and the short convolutions.
 
 Shape suffixes: B samples, T tokens of a sample, L tokens of this rank's slice, D hidden size, V vocabulary.
 """
@@ -50,7 +50,7 @@ class KimiLinearDecoderLayer(nn.Cell):
         group: Ranks that share a sample.
 
     Inputs:
-        hidden ``[B, L, D]``.
+        hidden ``[B, L, D]``; cu_seqlens: boundaries of the documents in whole samples, ``[B, M + 1]`` int32, or None.
 
     Outputs:
         ``[B, L, D]``, the dtype of hidden.
@@ -63,8 +63,8 @@ class KimiLinearDecoderLayer(nn.Cell):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.block_sparse_moe = SwiGLU(config.hidden_size, config.intermediate_size, config.initializer_range)
 
-    def construct(self, hidden_BLD):
-        hidden_BLD = hidden_BLD + self.self_attn(self.input_layernorm(hidden_BLD))
+    def construct(self, hidden_BLD, cu_seqlens=None):
+        hidden_BLD = hidden_BLD + self.self_attn(self.input_layernorm(hidden_BLD), cu_seqlens)
         return hidden_BLD + self.block_sparse_moe(self.post_attention_layernorm(hidden_BLD))
 
 
@@ -76,7 +76,7 @@ class KimiLinearModel(nn.Cell):
         group: Ranks that share a sample.
 
     Inputs:
-        token_ids ``[B, L]`` int32, this rank's slice.
+        token_ids ``[B, L]`` int32, this rank's slice; cu_seqlens as in :class:`KimiLinearDecoderLayer`.
 
     Outputs:
         ``[B, L, D]`` in ``config.compute_dtype``.
@@ -90,10 +90,10 @@ class KimiLinearModel(nn.Cell):
         self.layers = nn.CellList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def construct(self, token_ids_BL):
+    def construct(self, token_ids_BL, cu_seqlens=None):
         hidden_BLD = self.embed_tokens(token_ids_BL).astype(self.compute_dtype)
         for layer in self.layers:
-            hidden_BLD = layer(hidden_BLD)
+            hidden_BLD = layer(hidden_BLD, cu_seqlens)
         return self.norm(hidden_BLD)
 
 
@@ -107,7 +107,8 @@ class KimiLinearForCausalLM(PreTrainedModel):
 
     Inputs:
         input_ids, labels, loss_mask, each ``[B, T]`` int32, whole samples; labels are shifted already and negative
-        where a token does not count. cu_seqlens: document boundaries, not used yet.
+        where a token does not count. cu_seqlens: boundaries of the documents packed into each sample, ``[B, M + 1]`` int32 padded with T;
+        None: every sample is one document.
 
     Outputs:
         Tuple of two float32 scalars: the sum of this slice's cross entropies, and the number of its valid tokens.
@@ -134,26 +135,27 @@ class KimiLinearForCausalLM(PreTrainedModel):
 
     def construct(self, input_ids, labels, loss_mask, cu_seqlens=None):
         begin, end = self.group.slice_bounds(input_ids.shape[1])
-        logits_NV = self._logits_of_slice(input_ids[:, begin:end])
+        logits_NV = self._logits_of_slice(input_ids[:, begin:end], cu_seqlens)
         labels_N = labels[:, begin:end].reshape((-1,))
         weights_N = valid_tokens(labels_N, loss_mask[:, begin:end].reshape((-1,)))
         return self.loss(logits_NV, labels_N, weights_N), weights_N.sum()
 
-    def logits(self, input_ids):
+    def logits(self, input_ids, cu_seqlens=None):
         """Logits of this rank's slice.
 
         Args:
             input_ids: ``[B, T]`` int32, whole samples.
+            cu_seqlens: boundaries of packed documents, or None.
 
         Returns:
             ``[B, L, V]`` float32.
         """
         begin, end = self.group.slice_bounds(input_ids.shape[1])
-        logits_NV = self._logits_of_slice(input_ids[:, begin:end])
+        logits_NV = self._logits_of_slice(input_ids[:, begin:end], cu_seqlens)
         return logits_NV.reshape((input_ids.shape[0], end - begin, self.vocab_size))
 
-    def _logits_of_slice(self, token_ids_BL):
-        hidden_ND = self.model(token_ids_BL).reshape((-1, self.hidden_size))
+    def _logits_of_slice(self, token_ids_BL, cu_seqlens):
+        hidden_ND = self.model(token_ids_BL, cu_seqlens).reshape((-1, self.hidden_size))
         if self.tied:
             table = self.model.embed_tokens.weight
             return self.project(hidden_ND, table.astype(hidden_ND.dtype)).astype(ms.float32)

@@ -150,7 +150,7 @@ def backward_inputs(opts, plan, index, q, k, v, g, beta, a_log, dt_bias, akk, v_
         dq, dk = l2_normalise_grad(dq, q, rstds[0]), l2_normalise_grad(dk, k, rstds[1])
     d_beta = plan.merge(d_beta, index)
     if sigmoid is not None:
-        d_beta = d_beta * beta_eff * (1.0 - sigmoid)
+        d_beta = d_beta * beta_eff * numerics.sigmoid(-beta)  # 1 - sigmoid, without its cancellation
     dg, da_log, ddt_bias = log_decay_grad(
         plan.merge(da, index), g, a_log, dt_bias, opts.use_gate_in_kernel, opts.safe_gate, opts.lower_bound
     )

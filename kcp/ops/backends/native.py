@@ -8,6 +8,16 @@ import mindspore as ms
 
 from kcp.ops.backends.composite import merge_fwd_bwd
 from kcp.ops.backends.native_call import LIBRARY
+from kcp.ops.backends.native_exchange import (
+    backward_close,
+    backward_end,
+    backward_open,
+    backward_summary,
+    forward_close,
+    forward_end,
+    forward_open,
+    forward_summary,
+)
 from kcp.ops.backends.native_fused import op_backward, op_forward, op_state_gradient, op_summary
 from kcp.ops.backends.native_stages import (
     bwd_dhu,
@@ -21,9 +31,17 @@ from kcp.ops.backends.native_stages import (
 )
 
 __all__ = [
+    "backward_close",
+    "backward_end",
+    "backward_open",
+    "backward_summary",
     "bwd_dhu",
     "bwd_finalize",
     "bwd_prepare",
+    "forward_close",
+    "forward_end",
+    "forward_open",
+    "forward_summary",
     "fwd_finalize",
     "fwd_h",
     "fwd_prepare",
