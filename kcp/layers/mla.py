@@ -5,8 +5,8 @@
     [k_h | v_h] = c W_kvb                         [nope | v] widths a head
     o_h = softmax(q_h [k_h | k_r]^T (nope + rope)^-1/2) v_h,  causal within a document ;  y = o W_o
 
-Under context parallelism queries stay, and either the latent ``[c | k_r]`` of all tokens is gathered (``latent_gather``: kv_lora_rank + rope
-numbers a token, any number of heads), or heads are exchanged for tokens (``ulysses``: the heads must divide).
+Under context parallelism queries stay, and either the latent ``[c | k_r]`` of all tokens is gathered (``latent_gather``: kv_lora_rank +
+rope numbers a token, any number of heads), or heads are exchanged for tokens (``ulysses``: the heads must divide).
 """
 
 from dataclasses import dataclass
