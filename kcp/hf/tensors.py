@@ -23,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 SHARD_BYTES = 5_000_000_000
-_COPY_BYTES = 16 << 20
+_COPY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StoredTensor:
         return self.end - self.begin
 
     def chunks(self) -> Iterator[bytes]:
-        """Its bytes, at most 16 MiB at a time."""
+        """Its bytes, at most 4 MiB at a time."""
         with self.file.open("rb") as stream:
             stream.seek(self.begin)
             left = self.num_bytes
