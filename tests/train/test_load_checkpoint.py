@@ -44,7 +44,7 @@ def test_training_starts_from_a_converted_checkpoint(tmp_path, cpu_device, cp):
     section = yaml.safe_load((tmp_path / "kcp" / "model_config.yaml").read_text())["model"]["model_config"]
     own = {key: value for key, value in run["model"]["model_config"].items() if key.startswith("kda_") or key == "seq_length"}
     run["model"]["model_config"] = section | own
-    run["load_checkpoint"] = str(tmp_path / "kcp")
+    run |= {"load_checkpoint": str(tmp_path / "kcp"), "auto_trans_ckpt": cp > 1}
     path.write_text(yaml.safe_dump(run))
     start(cp, [str(path), "--steps", "2", "--mode", "pynative"], tmp_path)
     want = first_loss(source)
