@@ -6,7 +6,8 @@ Every row, sgemm included, is run once per round in turn and medians are taken, 
 ``4 C^2 K + 2 C^2 K + 2 C^2 V + 6 C K V + 2 C^2 V`` with C = 64, forward+backward 3.5 times that (a convention; the native kernels execute
 fewer). Peak memory is that of a process of its own per row, above what it had after the imports and the inputs.
 
-    python scripts/bench_ops.py [--tokens 4096 --heads 8 --key 128 --value 128 --dtype float32 --packing 64:20-200] [--stages] [--json out.json]
+    python scripts/bench_ops.py [--tokens 4096 --heads 8 --key 128 --value 128 --dtype float32]
+        [--packing 64:20-200] [--graph] [--stages] [--json out.json]
 
 Peers run where ``--peer-python`` names an interpreter that has them (transformers >= 5 with kimi_linear; flash-linear-attention).
 """
