@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kcp.config import ConfigError, RunConfig, load_run_config
+from kcp.data.text import DataError
 
 MODES = {"graph": 0, "pynative": 1}
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command line, without the program's name; by default this process's.
 
     Returns:
-        0 when training came to its end, 2 when the configuration can't be run (said on stderr, one line a reason).
+        0 when training came to its end, 2 when the configuration or the data can't be used (said on stderr, one line a reason).
 
     Raises:
         Exception: Whatever ended the training. The process must then end without waiting for its peers.
@@ -40,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in error.problems:
             print(f"kcp: error: {line}", file=sys.stderr)
         return 2
-    train(run, options.output_dir, options.mode, options.steps)
+    try:
+        train(run, options.output_dir, options.mode, options.steps)
+    except DataError as error:
+        print(f"kcp: error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -19,20 +19,23 @@ def _positions(begin: int, end: int) -> Tensor:
 
 @constexpr
 def _as_boundaries(cu_seqlens) -> Tensor:
-    return Tensor(np.asarray(cu_seqlens), ms.int32)
+    rows = cu_seqlens if isinstance(cu_seqlens[0], (list, tuple, np.ndarray)) else (cu_seqlens,)
+    longest = max(len(row) for row in rows)
+    return Tensor(np.array([[*row, *[row[-1]] * (longest - len(row))] for row in rows]), ms.int32)
 
 
 def tokens_into_document(begin: int, end: int, cu_seqlens) -> Tensor:
-    """How many tokens of its own document precede each of the tokens ``begin .. end-1``: ``[T_local]`` int32.
+    """How many tokens of its own document precede each of the tokens ``begin .. end-1``: ``[B, T_local, 1]`` int32 (B = 1 for one list).
 
     Args:
         begin, end: global positions of this rank's slice.
-        cu_seqlens: global boundaries, host integers or int32 Tensor ``[N+1]``.
+        cu_seqlens: global boundaries, host integers (one list, or one a row) or int32 Tensor ``[M+1]`` or ``[B, M+1]``.
     """
     boundaries = cu_seqlens if isinstance(cu_seqlens, Tensor) else _as_boundaries(cu_seqlens)
-    position = _positions(begin, end)
-    gaps = position - ops.expand_dims(boundaries, 0)  # >= 0 for boundaries at or before the token
-    return ops.select(gaps >= 0, gaps, gaps * 0 + end).min(1)
+    if boundaries.ndim == 1:
+        boundaries = ops.expand_dims(boundaries, 0)
+    gaps = _positions(begin, end) - ops.expand_dims(boundaries, 1)  # [B, T_local, M+1], >= 0 for boundaries at or before the token
+    return ops.ReduceMin(True)(ops.select(gaps >= 0, gaps, gaps * 0 + end), -1)
 
 
 class ShortConv(nn.Cell):
@@ -44,7 +47,7 @@ class ShortConv(nn.Cell):
 
     Inputs:
         x ``[B, T_local, D]``; weight ``[D, 1, size]`` float32, newest tap last; bias ``[D]`` or None; cu_seqlens: global boundaries
-        of packed documents (B = 1), or None.
+        of packed documents as :class:`~kcp.layers.kda_core.KdaCore` takes them, or None.
 
     Outputs:
         ``[B, T_local, D]``, the dtype of x.
@@ -70,7 +73,7 @@ class ShortConv(nn.Cell):
             if cu_seqlens is not None:
                 lengths = self.group.lengths(num_tokens)
                 begin = sum(lengths[: self.group.rank])
-                into = tokens_into_document(begin, begin + num_tokens, cu_seqlens).reshape(1, num_tokens, 1)
+                into = tokens_into_document(begin, begin + num_tokens, cu_seqlens)
             for d in range(1, self.size):
                 earlier = extended[:, self.size - 1 - d : self.size - 1 - d + num_tokens]
                 if into is not None:

@@ -12,6 +12,14 @@ import numpy as np
 from mindspore import Tensor, ops
 
 
+def most_chunks(num_tokens: int, num_sequences: int, chunk_size: int) -> int:
+    """Most chunks that ``num_sequences`` sequences of ``num_tokens`` tokens in all can have.
+
+    The sum of ceil(l / C) is at most (T + N (C - 1)) / C, and no chunk is empty.
+    """
+    return max(1, min((num_tokens + num_sequences * (chunk_size - 1)) // chunk_size, num_tokens))
+
+
 def _gather_chunks(x: Tensor, token: Tensor, edge: bool, num_chunks: int) -> Tensor:
     """``[B, H, T, ...] -> [B, H, N, C, ...]``; index T reads a row of zeros (with ``edge`` no index is T)."""
     if not edge:
@@ -133,8 +141,7 @@ class TensorPlan:
         self.num_sequences = num_sequences
         self.num_tokens = num_tokens
         self.chunk_size = chunk_size
-        # sum of ceil(l / C) <= (T + N (C - 1)) / C, and never more chunks than tokens
-        self.num_chunks = max(1, min((num_tokens + num_sequences * (chunk_size - 1)) // chunk_size, num_tokens))
+        self.num_chunks = most_chunks(num_tokens, num_sequences, chunk_size)
         self.chunk_range = Tensor(np.arange(self.num_chunks), ms.int32)
         self.token_range = Tensor(np.arange(num_tokens), ms.int32)
         self.row_range = Tensor(np.arange(chunk_size)[None], ms.int32)

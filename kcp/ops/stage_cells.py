@@ -8,18 +8,25 @@ from mindspore.ops import constexpr
 
 from kcp.ops import backends
 from kcp.ops.chunk_kda import boundaries_of, check_boundary_info
+from kcp.ops.layouts import LAYOUTS, is_packed_layout
 from kcp.ops.numerics import in_graph
 from kcp.ops.options import (
     BACKWARD_MODES,
+    CHUNK_SIZES,
     STORAGE,
     KdaOptions,
     check_choice,
     check_chunk_indices,
+    check_chunk_size,
     check_cu_seqlens,
     check_flag,
     check_inputs,
     check_tensor,
+    describe,
+    require_tensor,
+    token_dims,
 )
+from kcp.ops.sequences import most_chunks
 
 CACHE_SLOTS = {  # backward_mode -> positions of the thirteen caches that are returned
     "none": (0, 1, 3, 4, 6, 7),
@@ -77,15 +84,69 @@ def stage_cell(stage, names, values, cu, boundaries, num_tokens, batch, chunk_in
     return cached_stage(stage, opts, backends.select(stage).__name__)
 
 
+def check_stage(names, tensors, optional, dims, dtypes, cu_seqlens, chunk_size):
+    """Check the caches of a stage against each other, the boundaries and the chunks.
+
+    Args:
+        names, tensors, dims, dtypes: parallel tuples, see :func:`check_caches`.
+        optional: names that may be None.
+        chunk_size: None if the width C of a cache gives it.
+
+    Returns:
+        ``(host boundaries or None, boundary Tensor or None)``.
+    """
+    infos = ()
+    for i in range(len(names)):
+        require_tensor(names[i], tensors[i], names[i] in optional)
+        infos = infos + (describe(tensors[i]),)
+    host, tensor = boundaries_of(cu_seqlens)
+    values = host
+    if tensor is not None and not in_graph():
+        values = tuple(tensor.asnumpy().reshape(-1).tolist())
+    check_caches(names, infos, dims, dtypes, values, describe(tensor), chunk_size)
+    return host, tensor
+
+
 @constexpr(check=False)
-def check_caches(names, infos, dims, dtypes, num_v_heads_of):
-    """Check caches against each other: parallel tuples of names, ``(shape, dtype)``, axis names and allowed dtypes."""
+def check_caches(names, infos, dims, dtypes, boundaries, boundary_info, chunk_size):
+    """Check caches against each other: parallel tuples of names, ``(shape, dtype)`` or None, axis names (alternatives of another rank
+    after ``|``) and allowed dtypes; ``boundaries`` their values where known, ``boundary_info`` (shape, dtype) of a boundary Tensor."""
     sizes = {}
+    if chunk_size is not None:
+        check_chunk_size(chunk_size)
+        sizes["C"] = chunk_size
+    if boundary_info is not None:
+        sizes["N"] = check_boundary_info(boundary_info)
+    elif boundaries is not None:
+        sizes["N"] = len(boundaries) - 1
     for name, info, axes, allowed in zip(names, infos, dims, dtypes, strict=True):
         if info is not None:
-            check_tensor(name, info, axes, sizes, allowed)
-    if num_v_heads_of and sizes["Hv"] % sizes["Hk"]:
-        raise ValueError(f"{num_v_heads_of} has Hv={sizes['Hv']} heads, q and k Hk={sizes['Hk']}; allowed: Hv a multiple of Hk")
+            ways = [way for way in axes.split("|") if len(way.split()) == len(info[0])]
+            check_tensor(name, info, ways[0] if ways else axes.split("|")[0], sizes, allowed)
+        if "B" in sizes:
+            sizes.setdefault("N", sizes["B"])
+        if "Hv" in sizes and "K" in sizes:
+            sizes["Hv*K"] = sizes["Hv"] * sizes["K"]
+    if "Hk" in sizes and sizes["Hv"] % sizes["Hk"]:
+        raise ValueError(f"v has Hv={sizes['Hv']} heads, q and k Hk={sizes['Hk']}; allowed: Hv a multiple of Hk")
+    if sizes.get("C", 64) not in CHUNK_SIZES:
+        raise ValueError(f"{names[dims.index('B Hv T C')]} has C={sizes['C']}; allowed: {', '.join(str(c) for c in CHUNK_SIZES)}")
+    if boundaries is not None:
+        boundaries = check_cu_seqlens(boundaries, sizes["T"])
+    if "Nc" in sizes:
+        expected = count_chunks(boundaries, boundary_info, sizes["T"], sizes["C"])
+        if sizes["Nc"] != expected:
+            raise ValueError(
+                f"h has Nc={sizes['Nc']} chunks; allowed: {expected}, the chunks of {sizes['C']} tokens that hold T={sizes['T']}"
+            )
+
+
+def count_chunks(boundaries, boundary_info, num_tokens, chunk_size):
+    """Nc, the number of chunks of a call; for a boundary Tensor in a graph its upper bound."""
+    if boundaries is None and boundary_info is not None:
+        return most_chunks(num_tokens, boundary_info[0][0] - 1, chunk_size)
+    starts = (0, num_tokens) if boundaries is None else boundaries
+    return sum(-(-(starts[i + 1] - starts[i]) // chunk_size) for i in range(len(starts) - 1))
 
 
 def checked_boundaries(cu_seqlens, num_tokens):
@@ -104,29 +165,23 @@ def or_placeholder(x):
 def check_prepare(tensors, layout, cu_length, backward_mode):
     q, k, v, g, beta, a_log, dt_bias = tensors
     check_choice("backward_mode", backward_mode, BACKWARD_MODES)
-    check_choice("layout", layout, ("BNSD", "BSND", "NTD", "TND"))
+    check_choice("layout", layout, LAYOUTS)
     sizes = check_inputs(layout, q, k, v, g, beta, a_log, dt_bias, None, False, cu_length)
     return sizes["T"], sizes["B"], sizes["K"]
 
 
-def sequence_count(host, tensor):
-    if tensor is not None:
-        return tensor.shape[0] - 1
-    return None if host is None else len(host) - 1
-
-
 @constexpr(check=False)
-def check_state_count(name, info, count):
-    if info is not None and count is not None and info[0][0] != count:
-        raise ValueError(f"{name} has shape {tuple(info[0])}; allowed: N={count} states, one a sequence of cu_seqlens")
+def check_layout(name, layout, batch):
+    """Check a layout argument against the batch of the caches."""
+    check_choice(name, layout, LAYOUTS)
+    if is_packed_layout(layout) and batch != 1:
+        raise ValueError(f"{name} is {layout!r}, which has no batch axis, with B={batch}; allowed: 'BNSD', 'BSND', or B=1")
 
 
 @constexpr(check=False)
 def check_d_o(info, v_new, layout):
-    check_choice("layout", layout, ("BNSD", "BSND", "NTD", "TND"))
     b, hv, t, v = v_new[0]
-    axes = {"BNSD": "B Hv T V", "BSND": "B T Hv V", "NTD": "Hv T V", "TND": "T Hv V"}[layout]
-    check_tensor("d_o", info, axes, {"B": b, "Hv": hv, "T": t, "V": v}, STORAGE)
+    check_tensor("d_o", info, token_dims(layout, "Hv", "V"), {"B": b, "Hv": hv, "T": t, "V": v}, STORAGE)
 
 
 @constexpr(check=False)
@@ -143,7 +198,7 @@ def check_merge(state, summaries, count, rank, forward, state_v_first):
     for name, value in (("pre_or_post_num_ranks", count), ("rank", rank)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; allowed: an integer")
-    batch = "B " if len(state[0]) == 4 else ""
+    batch = "N " if len(state[0]) == 4 else ""
     sizes = {}
     check_tensor("state", state, batch + ("Hv V K" if state_v_first else "Hv K V"), sizes, FLOAT32)
     sizes["V+K"] = sizes["V"] + sizes["K"]

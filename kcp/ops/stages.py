@@ -2,8 +2,11 @@
 
 Shapes: B batch (1 for packed and NTD/TND inputs), Hk key heads, Hv value heads, T tokens, C = chunk_size, Nc chunks in all, N sequences
 (N = B when dense). Caches are float32, head-major and indexed by token: row t belongs to token t, a column of Aqk or Akk to a position in
-t's chunk. ``docs/ops.md`` has the whole contract in one table.
+t's chunk. ``docs/ops.md`` has the whole contract in one table. Source of the mathematics: KDA paper, chunkwise form; section 2 of the
+design. Every stage refuses wrong input with a ValueError or TypeError, and a gradient through it with a TypeError.
 """
+
+from collections.abc import Sequence
 
 from mindspore import Tensor
 
@@ -13,26 +16,27 @@ from kcp.ops.stage_cells import (
     CACHE_SLOTS,
     FLOAT32,
     RSTD_SLOTS,
-    check_caches,
     check_d_o,
+    check_layout,
     check_merge,
     check_norm_pair,
     check_prepare,
-    check_state_count,
+    check_stage,
     checked_boundaries,
     merge_cell,
     or_placeholder,
-    sequence_count,
     stage_cell,
 )
+
+Boundaries = Sequence[int] | Tensor | None
 
 
 def chunk_kda_fwd_prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, chunk_size: int = 64, *,
-    layout: str = "BNSD", a_log: Tensor | None = None, dt_bias: Tensor | None = None, cu_seqlens=None, chunk_indices=None,
-    epsilon: float = 1e-6, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, safe_gate: bool = False, lower_bound: float = -5.0,
-    use_exp2: bool = True, backward_mode: str = "save",
+    layout: str = "BNSD", a_log: Tensor | None = None, dt_bias: Tensor | None = None, cu_seqlens: Boundaries = None,
+    chunk_indices: Sequence | None = None, epsilon: float = 1e-6, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float = -5.0, use_exp2: bool = True, backward_mode: str = "save",
 ) -> tuple:  # fmt: skip
     """Stage 1: norms, gate, decays and the solve of every chunk.
 
@@ -40,7 +44,12 @@ def chunk_kda_fwd_prepare(
     ``Akk = (I + L)^-1``, ``w = Akk (beta k 2^G)``, ``u = Akk (beta v)``, ``qg = q 2^G``, ``kg = k 2^(G_last - G)``.
 
     Args:
-        q, k, v, g, beta, a_log, dt_bias, and options: as in :func:`kcp.ops.chunk_kda` (here ``use_gate_in_kernel`` defaults to False).
+        q, k, v, g, beta, a_log, dt_bias: as in :func:`kcp.ops.chunk_kda`, in ``layout``, float32, float16 or bfloat16 (a_log and dt_bias
+            float32).
+        scale, chunk_size, layout, cu_seqlens, chunk_indices, epsilon, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, safe_gate, lower_bound: as in :func:`kcp.ops.chunk_kda`.
+        use_gate_in_kernel: as there, but False by default: g is the log decay.
+        use_exp2: gk in log2; otherwise in natural log.
         backward_mode: which caches to return: "none" (0, 1, 3, 4, 6, 7), "forward" (none + 2), "recompute" (none + 8..12), "save" (all).
 
     Returns:
@@ -50,6 +59,8 @@ def chunk_kda_fwd_prepare(
 
     Raises:
         ValueError, TypeError: naming the argument, what it got and what is allowed.
+
+    Source: section 5.1 of the Hyper-Parallel document.
     """
     require_tensor("q", q)
     require_tensor("k", k)
@@ -78,47 +89,60 @@ def chunk_kda_fwd_prepare(
 
 
 def chunk_kda_pre_process_fwd(
-    k: Tensor, w: Tensor, u: Tensor, *, gk: Tensor, cu_seqlens=None, chunk_size: int = 64, use_exp2: bool = True
+    k: Tensor, w: Tensor, u: Tensor, *, gk: Tensor, cu_seqlens: Boundaries = None, chunk_size: int = 64, use_exp2: bool = True
 ) -> tuple[Tensor]:
     """Stage 2: affine summary of every local sequence, ``H_out = M H_in + E`` (per chunk ``E <- 2^G_last E + kg^T (u - w E)``,
     ``M <- (diag(2^G_last) - kg^T w) M``).
 
     Args:
-        k: kg ``[B,Hv,T,K]``; w ``[B,Hv,T,K]``; u ``[B,Hv,T,V]``; gk ``[B,Hv,T,K]``, float32, from :func:`chunk_kda_fwd_prepare`.
+        k: kg ``[B,Hv,T,K]`` float32, from :func:`chunk_kda_fwd_prepare`, like w ``[B,Hv,T,K]``, u ``[B,Hv,T,V]`` and gk ``[B,Hv,T,K]``.
+        w, u, gk: see k.
+        cu_seqlens, chunk_size, use_exp2: as given to :func:`chunk_kda_fwd_prepare`.
 
     Returns:
         One float32 tensor in a tuple, ``[N,Hv,K,V+K]``, last axis ``[E | M]``.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it got and what is allowed.
+
+    Source: section 5.1 of the Hyper-Parallel document.
     """
-    check_caches(("k", "w", "u", "gk"), (describe(k), describe(w), describe(u), describe(gk)),
-                  ("B Hv T K", "B Hv T K", "B Hv T V", "B Hv T K"), (FLOAT32,) * 4, "")  # fmt: skip
-    host, tensor = checked_boundaries(cu_seqlens, k.shape[2])
+    host, tensor = check_stage(("k", "w", "u", "gk"), (k, w, u, gk), (), ("B Hv T K", "B Hv T K", "B Hv T V", "B Hv T K"),
+                               (FLOAT32,) * 4, cu_seqlens, chunk_size)  # fmt: skip
     stage = stage_cell("pre_process_fwd", ("chunk_size", "use_exp2", "safe_gate"), (chunk_size, use_exp2, True), host, describe(tensor),
-                   k.shape[2], k.shape[0], None)  # fmt: skip
+                       k.shape[2], k.shape[0], None)  # fmt: skip
     return (stage((k, w, u, gk, or_placeholder(tensor))),)
 
 
 def chunk_kda_fwd_h(
     k: Tensor, w: Tensor, u: Tensor, *, gk: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
-    chunk_size: int = 64, cu_seqlens=None, chunk_indices=None, use_exp2: bool = True, state_v_first: bool = False,
+    chunk_size: int = 64, cu_seqlens: Boundaries = None, chunk_indices: Sequence | None = None, use_exp2: bool = True,
+    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Stage 3: the state recurrence from given boundary states, ``v_new = u - w h``, ``h' = 2^G_last h + kg^T v_new``.
 
     Args:
-        k, w, u, gk: as in :func:`chunk_kda_pre_process_fwd`.
+        k, w, u, gk: as in :func:`chunk_kda_pre_process_fwd` (k is kg).
         initial_state: ``[N,Hv,K,V]`` float32 (``[N,Hv,V,K]`` with ``state_v_first``), zeros if None.
+        output_final_state: return the state after the last token of every sequence.
+        chunk_size, cu_seqlens, chunk_indices, use_exp2: as given to :func:`chunk_kda_fwd_prepare`.
+        state_v_first: initial_state, h and final_state have V before K.
 
     Returns:
-        ``(h [B,Nc,Hv,K,V] at every chunk's start, v_new [B,Hv,T,V], final_state [N,Hv,K,V] or None)``; h and final_state V-first
-        with ``state_v_first``.
+        ``(h [B,Nc,Hv,K,V] at every chunk's start, v_new [B,Hv,T,V], final_state [N,Hv,K,V] or None)``, float32; h and final_state
+        V-first with ``state_v_first``.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it got and what is allowed.
+
+    Source: section 5.1 of the Hyper-Parallel document.
     """
     check_flag("output_final_state", output_final_state)
-    host, tensor = checked_boundaries(cu_seqlens, k.shape[2])
-    rows = "N" if cu_seqlens is not None else "B"
-    state = rows + " Hv V K" if state_v_first else rows + " Hv K V"
-    check_caches(("k", "w", "u", "gk", "initial_state"),
-                  (describe(k), describe(w), describe(u), describe(gk), describe(initial_state)),
-                  ("B Hv T K", "B Hv T K", "B Hv T V", "B Hv T K", state), (FLOAT32,) * 5, "")  # fmt: skip
-    check_state_count("initial_state", describe(initial_state), sequence_count(host, tensor))
+    state = "N Hv V K" if state_v_first else "N Hv K V"
+    host, tensor = check_stage(
+        ("k", "w", "u", "gk", "initial_state"), (k, w, u, gk, initial_state), ("initial_state",),
+        ("B Hv T K", "B Hv T K", "B Hv T V", "B Hv T K", state), (FLOAT32,) * 5, cu_seqlens, chunk_size,
+    )  # fmt: skip
     names = ("chunk_size", "use_exp2", "state_v_first", "has_initial_state", "safe_gate")
     values = (chunk_size, use_exp2, state_v_first, initial_state is not None, True)
     stage = stage_cell("fwd_h", names, values, host, describe(tensor), k.shape[2], k.shape[0], chunk_indices)
@@ -128,44 +152,64 @@ def chunk_kda_fwd_h(
 
 def chunk_kda_fwd_finalize(
     qg_scaled: Tensor, aqk: Tensor, v_new: Tensor, h: Tensor, *, output_layout: str = "BSND", state_v_first: bool = False,
-    cu_seqlens=None, chunk_indices=None,
+    cu_seqlens: Boundaries = None, chunk_indices: Sequence | None = None,
 ) -> Tensor:  # fmt: skip
     """Stage 4: the attention output, ``o = scale qg h + Aqk v_new``.
 
     Args:
-        qg_scaled: ``[B,Hv,T,K]``; aqk ``[B,Hv,T,C]``; v_new ``[B,Hv,T,V]``; h ``[B,Nc,Hv,K,V]`` (V-first with ``state_v_first``), float32.
-        output_layout: layout of the result.
+        qg_scaled, aqk: ``[B,Hv,T,K]`` and ``[B,Hv,T,C]`` float32, from :func:`chunk_kda_fwd_prepare`; C is the chunk size.
+        v_new, h: ``[B,Hv,T,V]`` and ``[B,Nc,Hv,K,V]`` (V-first with ``state_v_first``) float32, from :func:`chunk_kda_fwd_h`.
+        output_layout: layout of the result; NTD and TND need B = 1.
+        state_v_first: h has V before K.
+        cu_seqlens, chunk_indices: as given to :func:`chunk_kda_fwd_prepare`.
 
     Returns:
         Attention output, float32, e.g. ``[B,T,Hv,V]`` for BSND.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it got and what is allowed.
+
+    Source: section 5.1 of the Hyper-Parallel document.
     """
-    check_caches(("qg_scaled", "aqk", "v_new", "h"), (describe(qg_scaled), describe(aqk), describe(v_new), describe(h)),
-                  ("B Hv T K", "B Hv T C", "B Hv T V", "B Nc Hv V K" if state_v_first else "B Nc Hv K V"), (FLOAT32,) * 4, "")  # fmt: skip
-    host, tensor = checked_boundaries(cu_seqlens, aqk.shape[2])
+    host, tensor = check_stage(
+        ("qg_scaled", "aqk", "v_new", "h"), (qg_scaled, aqk, v_new, h), (),
+        ("B Hv T K", "B Hv T C", "B Hv T V", "B Nc Hv V K" if state_v_first else "B Nc Hv K V"), (FLOAT32,) * 4, cu_seqlens, None,
+    )  # fmt: skip
+    check_layout("output_layout", output_layout, aqk.shape[0])
     names, values = ("chunk_size", "layout", "state_v_first", "safe_gate"), (aqk.shape[3], output_layout, state_v_first, True)
-    stage = stage_cell("fwd_finalize", names, values,
-                   host, describe(tensor), aqk.shape[2], aqk.shape[0], chunk_indices)  # fmt: skip
+    stage = stage_cell("fwd_finalize", names, values, host, describe(tensor), aqk.shape[2], aqk.shape[0], chunk_indices)
     return stage((qg_scaled, aqk, v_new, h, or_placeholder(tensor)))
 
 
 def chunk_kda_bwd_prepare(
     aqk: Tensor, v_new: Tensor, d_o: Tensor, h: Tensor, *, scale: float | None = None, layout: str = "BNSD", chunk_size: int = 64,
-    state_v_first: bool = False, cu_seqlens=None, chunk_indices=None,
+    state_v_first: bool = False, cu_seqlens: Boundaries = None, chunk_indices: Sequence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Stage 5: gradients that depend on the output alone.
 
     Args:
-        aqk: ``[B,Hv,T,C]``; v_new ``[B,Hv,T,V]``; h ``[B,Nc,Hv,K,V]``, float32.
+        aqk, v_new, h: as in :func:`chunk_kda_fwd_finalize`.
         d_o: gradient of the attention output in ``layout``, float32, float16 or bfloat16.
         scale: as given to :func:`chunk_kda_fwd_prepare`; None means K^-1/2.
+        layout: of d_o alone; NTD and TND need B = 1.
+        chunk_size, cu_seqlens, chunk_indices: as given to :func:`chunk_kda_fwd_prepare`.
+        state_v_first: h has V before K.
 
     Returns:
         ``(dAqk = scale tril(do v_new^T) [B,Hv,T,C], dv_local = Aqk^T do [B,Hv,T,V], dq_raw = do h^T [B,Hv,T,K])``, float32.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it got and what is allowed.
+
+    Source: section 5.2 of the Hyper-Parallel document.
     """
-    check_caches(("aqk", "v_new", "h"), (describe(aqk), describe(v_new), describe(h)),
-                  ("B Hv T C", "B Hv T V", "B Nc Hv V K" if state_v_first else "B Nc Hv K V"), (FLOAT32,) * 3, "")  # fmt: skip
+    host, tensor = check_stage(
+        ("aqk", "v_new", "h"), (aqk, v_new, h), (),
+        ("B Hv T C", "B Hv T V", "B Nc Hv V K" if state_v_first else "B Nc Hv K V"), (FLOAT32,) * 3, cu_seqlens, chunk_size,
+    )  # fmt: skip
+    require_tensor("d_o", d_o)
+    check_layout("layout", layout, aqk.shape[0])
     check_d_o(describe(d_o), describe(v_new), layout)
-    host, tensor = checked_boundaries(cu_seqlens, aqk.shape[2])
     width = h.shape[4] if state_v_first else h.shape[3]
     names = ("scale", "layout", "chunk_size", "state_v_first", "safe_gate")
     values = (resolve_scale(scale, width), layout, chunk_size, state_v_first, True)
@@ -175,52 +219,66 @@ def chunk_kda_bwd_prepare(
 
 def chunk_kda_pre_process_bwd(
     q: Tensor, k: Tensor, w: Tensor, d_o: Tensor, dv: Tensor, scale: float | None = None, chunk_size: int = 64, *, gk: Tensor,
-    cu_seqlens=None, use_exp2: bool = True,
+    cu_seqlens: Boundaries = None, use_exp2: bool = True,
 ) -> Tensor:  # fmt: skip
     """Stage 6: backward affine summary of every local sequence, ``dH_in = dM dH_out + dE`` (dM = M^T).
 
     Args:
-        q: qg (unscaled) ``[B,Hv,T,K]``; k: kg; w ``[B,Hv,T,K]``; d_o ``[B,Hv,T,V]``; dv: dv_local ``[B,Hv,T,V]``; gk ``[B,Hv,T,K]``.
+        q, k, w, gk: qg (unscaled), kg, w and gk ``[B,Hv,T,K]`` float32, from :func:`chunk_kda_fwd_prepare`.
+        d_o: gradient of the attention output, head-major ``[B,Hv,T,V]``, float32, float16 or bfloat16.
+        dv: dv_local ``[B,Hv,T,V]`` float32, from :func:`chunk_kda_bwd_prepare`.
+        scale, chunk_size, cu_seqlens, use_exp2: as given to :func:`chunk_kda_fwd_prepare`.
 
     Returns:
         ``[N,Hv,K,V+K]`` float32, last axis ``[dE | dM]``.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it got and what is allowed.
+
+    Source: section 5.2 of the Hyper-Parallel document.
     """
     stage, tensor = _backward_scan_stage(
-        "pre_process_bwd", q, k, w, d_o, dv, gk, None, scale, chunk_size, cu_seqlens, None, use_exp2, False
+        "pre_process_bwd", q, k, w, d_o, dv, gk, None, None, scale, chunk_size, cu_seqlens, None, use_exp2, False
     )
     return stage((q, k, w, d_o, dv, gk, or_placeholder(tensor)))
 
 
 def chunk_kda_bwd_dhu(
     q: Tensor, k: Tensor, w: Tensor, d_o: Tensor, dv: Tensor, scale: float | None = None, chunk_size: int = 64, *, gk: Tensor,
-    h0: Tensor | None = None, dht: Tensor | None = None, cu_seqlens=None, chunk_indices=None, use_exp2: bool = True,
-    state_v_first: bool = False,
+    h0: Tensor | None = None, dht: Tensor | None = None, cu_seqlens: Boundaries = None, chunk_indices: Sequence | None = None,
+    use_exp2: bool = True, state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Stage 7: the state recurrence backwards, ``dv_new = dv_local + kg dh``, ``dh' = 2^G_last dh + scale qg^T do - w^T dv_new``.
 
     Args:
-        q, k, w, d_o, dv, gk: as in :func:`chunk_kda_pre_process_bwd`.
-        h0: initial states ``[N,Hv,K,V]``; only asks for dh0, its values are not read.
+        q, k, w, d_o, dv, gk: as in :func:`chunk_kda_pre_process_bwd` (q is qg, k is kg, dv is dv_local).
+        scale, chunk_size, cu_seqlens, chunk_indices, use_exp2: as given to :func:`chunk_kda_fwd_prepare`.
+        h0: initial states ``[N,Hv,K,V]`` float32; only asks for dh0, its values are not read.
         dht: gradients of the final states ``[N,Hv,K,V]`` float32, zeros if None.
+        state_v_first: h0, dht and dh0 have V before K.
 
     Returns:
-        ``(dh [B,Nc,Hv,K,V] at every chunk's end, always K-first; dh0 [N,Hv,K,V] if h0 is given, else None; dv_scan [B,Hv,T,V])``.
+        ``(dh [B,Nc,Hv,K,V] at every chunk's end, always K-first; dh0 [N,Hv,K,V] if h0 is given, else None; dv_scan [B,Hv,T,V])``,
+        float32.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it got and what is allowed.
+
+    Source: section 5.2 of the Hyper-Parallel document.
     """
-    stage, tensor = _backward_scan_stage("bwd_dhu", q, k, w, d_o, dv, gk, dht, scale, chunk_size, cu_seqlens, chunk_indices, use_exp2,
+    stage, tensor = _backward_scan_stage("bwd_dhu", q, k, w, d_o, dv, gk, h0, dht, scale, chunk_size, cu_seqlens, chunk_indices, use_exp2,
                                          state_v_first)  # fmt: skip
     dh, dh0, dv_scan = stage((q, k, w, d_o, dv, gk, or_placeholder(dht), or_placeholder(tensor)))
     return dh, None if h0 is None else dh0, dv_scan
 
 
-def _backward_scan_stage(name, q, k, w, d_o, dv, gk, dht, scale, chunk_size, cu_seqlens, chunk_indices, use_exp2, state_v_first):
-    rows = "N" if cu_seqlens is not None else "B"
-    state = rows + " Hv V K" if state_v_first else rows + " Hv K V"
-    check_caches(("q", "k", "w", "d_o", "dv", "gk", "dht"),
-                  (describe(q), describe(k), describe(w), describe(d_o), describe(dv), describe(gk), describe(dht)),
-                  ("B Hv T K", "B Hv T K", "B Hv T K", "B Hv T V", "B Hv T V", "B Hv T K", state),
-                  (FLOAT32, FLOAT32, FLOAT32, STORAGE, FLOAT32, FLOAT32, FLOAT32), "")  # fmt: skip
-    host, tensor = checked_boundaries(cu_seqlens, k.shape[2])
-    check_state_count("dht", describe(dht), sequence_count(host, tensor))
+def _backward_scan_stage(name, q, k, w, d_o, dv, gk, h0, dht, scale, chunk_size, cu_seqlens, chunk_indices, use_exp2, state_v_first):
+    state = "N Hv V K" if state_v_first else "N Hv K V"
+    host, tensor = check_stage(
+        ("q", "k", "w", "d_o", "dv", "gk", "h0", "dht"), (q, k, w, d_o, dv, gk, h0, dht), ("h0", "dht"),
+        ("B Hv T K", "B Hv T K", "B Hv T K", "B Hv T V", "B Hv T V", "B Hv T K", state, state),
+        (FLOAT32, FLOAT32, FLOAT32, STORAGE, FLOAT32, FLOAT32, FLOAT32, FLOAT32), cu_seqlens, chunk_size,
+    )  # fmt: skip
     names = ("scale", "chunk_size", "use_exp2", "state_v_first", "has_initial_state", "safe_gate")
     values = (resolve_scale(scale, k.shape[3]), chunk_size, use_exp2, state_v_first, dht is not None, True)
     return stage_cell(name, names, values, host, describe(tensor), k.shape[2], k.shape[0], chunk_indices), tensor
@@ -231,36 +289,46 @@ def chunk_kda_bwd_finalize(
     akk: Tensor, v_new: Tensor, h: Tensor, dh: Tensor, dv_scan: Tensor, d_aqk: Tensor, dq_raw: Tensor, *,
     scale: float | None = None, lower_bound: float = -5.0, chunk_size: int = 64, safe_gate: bool = True,
     use_gate_in_kernel: bool = True, use_exp2: bool = True, state_v_first: bool = False, q_rstd: Tensor | None = None,
-    k_rstd: Tensor | None = None, cu_seqlens=None, chunk_indices=None, use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False, output_layout: str = "BNSD",
+    k_rstd: Tensor | None = None, cu_seqlens: Boundaries = None, chunk_indices: Sequence | None = None,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, output_layout: str = "BNSD",
 ) -> tuple:  # fmt: skip
     """Stage 8: every input gradient from the chunk-local and the state gradients (design section 2, backward of a chunk).
 
     Args:
-        q, k: q_hat, k_hat ``[B,Hk,T,K]`` of :func:`chunk_kda_fwd_prepare`; v ``[B,Hv,T,V]``; raw_g ``[B,Hv,T,K]``; beta ``[B,Hv,T]``, raw
-            with the in-kernel sigmoid: head-major (BNSD), any storage dtype.
-        gk ``[B,Hv,T,K]``, akk, d_aqk ``[B,Hv,T,C]``, v_new, dv_scan ``[B,Hv,T,V]``, dq_raw ``[B,Hv,T,K]``, h, dh ``[B,Nc,Hv,K,V]``
-            (h V-first with ``state_v_first``): float32.
-        q_rstd, k_rstd: ``[B,Hk,T]`` of the in-kernel norm; None: q and k were not normalised here.
+        q, k: q_hat, k_hat ``[B,Hk,T,K]`` of :func:`chunk_kda_fwd_prepare` (q and k themselves without the in-kernel norm).
+        v, raw_g, beta: ``[B,Hv,T,V]``, ``[B,Hv,T,K]``, ``[B,Hv,T]`` as given to :func:`chunk_kda_fwd_prepare`, but head-major; beta raw
+            with ``use_beta_sigmoid_in_kernel``. Like q and k float32, float16 or bfloat16.
+        a_log, dt_bias: as given to :func:`chunk_kda_fwd_prepare`, or None.
+        gk, akk: ``[B,Hv,T,K]``, ``[B,Hv,T,C]`` float32, from :func:`chunk_kda_fwd_prepare`.
+        v_new, h: ``[B,Hv,T,V]``, ``[B,Nc,Hv,K,V]`` float32, from :func:`chunk_kda_fwd_h`.
+        dh, dv_scan: ``[B,Nc,Hv,K,V]`` (always K-first), ``[B,Hv,T,V]`` float32, from :func:`chunk_kda_bwd_dhu`.
+        d_aqk, dq_raw: ``[B,Hv,T,C]``, ``[B,Hv,T,K]`` float32, from :func:`chunk_kda_bwd_prepare`.
+        scale, lower_bound, chunk_size, safe_gate, use_gate_in_kernel, use_exp2, cu_seqlens, chunk_indices, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval: as given to :func:`chunk_kda_fwd_prepare` (the gate's defaults differ).
+        state_v_first: h has V before K.
+        q_rstd, k_rstd: ``[B,Hk,T]`` float32 of the in-kernel norm; None: q and k were not normalised here.
+        output_layout: layout of the token gradients; NTD and TND need B = 1.
 
     Returns:
         ``(dq, dk, dv, dbeta, dg)`` in ``output_layout`` and ``dA_log [Hv]``, ``ddt_bias`` (shape of dt_bias), float32; the last two
         None where their input is.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it got and what is allowed.
+
+    Source: section 5.2 of the Hyper-Parallel document.
     """
-    c_states = "B Nc Hv V K" if state_v_first else "B Nc Hv K V"
-    bias = "Hv K" if dt_bias is None or dt_bias.ndim == 2 else "HvK"
-    check_caches(
+    host, tensor = check_stage(
         ("q", "k", "v", "gk", "raw_g", "beta", "a_log", "dt_bias", "akk", "v_new", "h", "dh", "dv_scan", "d_aqk", "dq_raw", "q_rstd",
          "k_rstd"),
-        (describe(q), describe(k), describe(v), describe(gk), describe(raw_g), describe(beta), describe(a_log), describe(dt_bias),
-         describe(akk), describe(v_new), describe(h), describe(dh), describe(dv_scan), describe(d_aqk), describe(dq_raw), describe(q_rstd),
-         describe(k_rstd)),
-        ("B Hk T K", "B Hk T K", "B Hv T V", "B Hv T K", "B Hv T K", "B Hv T", "Hv", bias, "B Hv T C", "B Hv T V", c_states, "B Nc Hv K V",
-         "B Hv T V", "B Hv T C", "B Hv T K", "B Hk T", "B Hk T"),
-        (STORAGE, STORAGE, STORAGE, FLOAT32, STORAGE, STORAGE) + (FLOAT32,) * 11, "v",
+        (q, k, v, gk, raw_g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_scan, d_aqk, dq_raw, q_rstd, k_rstd),
+        ("a_log", "dt_bias", "q_rstd", "k_rstd"),
+        ("B Hk T K", "B Hk T K", "B Hv T V", "B Hv T K", "B Hv T K", "B Hv T", "Hv", "Hv K|Hv*K", "B Hv T C", "B Hv T V",
+         "B Nc Hv V K" if state_v_first else "B Nc Hv K V", "B Nc Hv K V", "B Hv T V", "B Hv T C", "B Hv T K", "B Hk T", "B Hk T"),
+        (STORAGE, STORAGE, STORAGE, FLOAT32, STORAGE, STORAGE) + (FLOAT32,) * 11, cu_seqlens, chunk_size,
     )  # fmt: skip
     check_norm_pair(q_rstd is None, k_rstd is None)
-    host, tensor = checked_boundaries(cu_seqlens, k.shape[2])
+    check_layout("output_layout", output_layout, k.shape[0])
     names = ("scale", "lower_bound", "chunk_size", "safe_gate", "use_gate_in_kernel", "use_exp2", "state_v_first", "has_a_log",
              "has_dt_bias", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "layout")  # fmt: skip
     values = (resolve_scale(scale, k.shape[3]), lower_bound, chunk_size, safe_gate, use_gate_in_kernel, use_exp2, state_v_first,
@@ -273,24 +341,25 @@ def chunk_kda_bwd_finalize(
 
 
 def chunk_kda_merge_fwd_bwd(
-    state: Tensor,
-    summaries: Tensor,
-    pre_or_post_num_ranks: int,
-    rank: int,
-    *,
-    forward: bool = True,
-    state_v_first: bool = False,
+    state: Tensor, summaries: Tensor, pre_or_post_num_ranks: int, rank: int, *, forward: bool = True, state_v_first: bool = False
 ) -> Tensor:
     """Stage 9: compose gathered summaries into this rank's boundary state, ``H <- M_r H + E_r`` from zero.
 
     Args:
-        state: ``[Hv,K,V]`` or ``[B,Hv,K,V]`` float32 (V-first with ``state_v_first``); gives the shape, its values are never read.
-        summaries: all ranks' ``[S,Hv,K,V+K]`` or ``[S,B,Hv,K,V+K]`` float32, rank order = time order.
+        state: ``[Hv,K,V]`` or ``[N,Hv,K,V]`` float32 (V-first with ``state_v_first``); gives the shape, its values are never read.
+        summaries: all ranks' ``[S,Hv,K,V+K]`` or ``[S,N,Hv,K,V+K]`` float32, rank order = time order.
         pre_or_post_num_ranks: n, how many ranks take part; n = 0 yields zeros.
         rank: this rank. Forward takes ranks rank-n .. rank-1 in time order, backward rank+n .. rank+1, farthest first.
+        forward: the summaries are ``[E | M]`` of the forward; False: ``[dE | dM]`` of the backward.
+        state_v_first: state and the result have V before K; summaries never do.
 
     Returns:
         The new state, shape of ``state``, float32.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it got and what is allowed.
+
+    Source: section 5.3 of the Hyper-Parallel document.
     """
     require_tensor("state", state)
     require_tensor("summaries", summaries)

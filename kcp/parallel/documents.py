@@ -111,10 +111,10 @@ class TensorDocuments:
         starts_here = ops.logical_and(holds, start >= self.begin).reshape(-1)
         ending, starting = ops.select(ends_here, self.numbers, nowhere), ops.select(starts_here, self.numbers, nowhere)
         held = ops.cast(holds, ms.float32)
-        last = ops.cast((self.row_numbers * held).max(1), ms.int32)
-        first = ops.cast((self.row_numbers * held + (1.0 - held) * self.num_local).min(1), ms.int32)
+        last = ops.cast(ops.ReduceMax()(self.row_numbers * held, 1), ms.int32)
+        first = ops.cast(ops.ReduceMin()(self.row_numbers * held + (1.0 - held) * self.num_local, 1), ms.int32)
         first = ops.minimum(first, self.num_local - 1)
-        through = ops.cast(ops.logical_and(continues, is_open), ms.float32).max(1).reshape(-1, 1, 1, 1)
+        through = ops.ReduceMax()(ops.cast(ops.logical_and(continues, is_open), ms.float32), 1).reshape(-1, 1, 1, 1)
         empty = ops.cast(start == stop, ms.float32).reshape(-1, 1, 1, 1) * self.serves_empty
         masks = (ops.cast(continues, ms.float32).reshape(-1, 1, 1, 1), ops.cast(is_open, ms.float32).reshape(-1, 1, 1, 1))
         return (boundaries, self.numbers, ending, starting) + masks + (self.row, last, first, through, empty)

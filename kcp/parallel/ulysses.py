@@ -10,6 +10,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
+from kcp.parallel.boundaries import flat_tensor_rows
 from kcp.parallel.gradients import reduce_gate_parameters
 
 
@@ -23,7 +24,7 @@ def check_heads(size: int, **heads: int) -> None:
 def sequence_to_heads(x: Tensor, group) -> Tensor:
     """``[B, T_local, H, D] -> [B, T, H / W, D]`` (D may be absent)."""
     lengths = group.lengths(x.shape[1])
-    longest = _longest(lengths)
+    longest = group.longest(x.shape[1])
     if x.shape[1] < longest:
         x = ops.concat((x, ops.zeros((x.shape[0], longest - x.shape[1]) + x.shape[2:], x.dtype)), 1)
     shape = x.shape
@@ -38,7 +39,7 @@ def sequence_to_heads(x: Tensor, group) -> Tensor:
 def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
     """``[B, T, H / W, D] -> [B, T_local, H, D]`` (D may be absent)."""
     lengths = group.lengths(local_tokens)
-    longest = _longest(lengths)
+    longest = group.longest(local_tokens)
     pieces, begin = [], 0
     for r in range(group.size):
         piece = x[:, begin : begin + lengths[r]]
@@ -56,11 +57,6 @@ def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
 @constexpr
 def _axis_first(axis: int, ndim: int) -> tuple:
     return (axis,) + tuple(i for i in range(ndim) if i != axis)
-
-
-@constexpr
-def _longest(lengths: tuple) -> int:
-    return max(lengths)
 
 
 class SequenceToHeads(nn.Cell):
@@ -152,6 +148,10 @@ class Ulysses:
         self.everyone = group.collectives  # over whom the parameters' gradients are summed
         self.flat = opts.cu_seqlens is not None and num_rows > 1
 
+    def _boundaries(self, cu, num_tokens):
+        """Boundary Tensor of the flattened rows."""
+        return flat_tensor_rows(cu, num_tokens) if self.flat and self.opts.cu_seqlens == "tensor" else cu
+
     def _flatten(self, x):
         """Rows of packed documents one after the other: ``[B, T, ...] -> [1, B T, ...]``."""
         return x.reshape((1, x.shape[0] * x.shape[1]) + x.shape[2:]) if self.flat else x
@@ -210,11 +210,13 @@ class Ulysses:
     def _local_forward(self, inputs, cu, output_final_state):
         """The op on the local heads: ``(out, final_state, caches)``."""
         q, k, v, g, beta, a_log, dt_bias, initial_state = inputs
+        cu = self._boundaries(cu, v.shape[1] // self.num_rows)
         return self.backend.op_forward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)
 
     def _local_backward(self, inputs, cu, caches, d_out, d_final):
         """Its eight gradients."""
         q, k, v, g, beta, a_log, dt_bias, initial_state = inputs
+        cu = self._boundaries(cu, v.shape[1] // self.num_rows)
         return self.backend.op_backward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, caches, d_out, d_final)
 
     def forward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, output_final_state):

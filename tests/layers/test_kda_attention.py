@@ -73,6 +73,17 @@ def test_short_conv_never_looks_past_a_document(boundaries, as_tensor):
     np.testing.assert_allclose(got.asnumpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_short_conv_takes_boundaries_per_row(as_tensor):
+    rng = np.random.default_rng(1)
+    x, weight = rng.standard_normal((2, 9, 3)).astype(np.float32), rng.standard_normal((3, 1, 4)).astype(np.float32)
+    rows = ((0, 4, 9, 9), (0, 9, 9, 9))
+    conv, w = ShortConv(CpGroup.single(), 4), Tensor(weight)
+    got = conv(Tensor(x), w, None, Tensor(np.array(rows, np.int32)) if as_tensor else rows).asnumpy()
+    for b, row in enumerate(rows):
+        np.testing.assert_array_equal(got[b : b + 1], conv(Tensor(x[b : b + 1]), w, None, row).asnumpy())
+
+
 def test_starting_decays_are_slow_in_both_gates():
     for safe in (False, True):
         layer = KdaAttention(KdaAttentionConfig(hidden_size=16, num_heads=2, head_dim=8, safe_gate=safe))

@@ -79,7 +79,9 @@ def test_gradient_of_one_input(position):
 
 
 @pytest.mark.ci
-def test_grad_inside_jit_equals_jit_inside_grad():
+def test_grad_inside_jit_equals_jit_inside_grad(backend, request):
+    if backend == "composite":  # docs/platform-notes.md: MindSpore 2.9.0 drops a function graph that forward and backward share
+        request.applymarker(pytest.mark.xfail(raises=RuntimeError, strict=True, reason="grad of a compiled function on composite"))
     problem = make_problem(6, T=20, chunk_size=16)
     loss, values = _loss(problem), tuple(tensors(problem).values())
     inside = ms.jit(ms.grad(loss, tuple(range(7))))(*values)

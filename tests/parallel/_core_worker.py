@@ -21,6 +21,7 @@ from kcp.parallel import CpGroup  # noqa: E402
 
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 for number, fields in enumerate(json.loads((folder / "problems.json").read_text())):
-    problem = CoreProblem(**{**fields, "lengths": tuple(fields["lengths"])})
+    cu = fields["cu_seqlens"] and tuple(fields["cu_seqlens"])
+    problem = CoreProblem(**{**fields, "lengths": tuple(fields["lengths"]), "cu_seqlens": cu})
     group = CpGroup.world(slice_lengths=problem.lengths)
     np.savez(folder / f"result_{number}_{group.rank}.npz", **run_autodiff(problem, group, jit=mode == "graph"))

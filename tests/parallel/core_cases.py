@@ -104,30 +104,57 @@ class CoreProblem:
         return {**local, **whole, "d_final": Tensor(x["d_final"] / len(self.lengths))}
 
 
-def run_explicit(problem: CoreProblem, group: CpGroup) -> dict[str, np.ndarray]:
-    """One rank's outputs and gradients through the strategy's explicit forward and backward (for lockstep runs)."""
+def boundary_tensor(problem: CoreProblem) -> Tensor:
+    """Boundaries as the padded int32 Tensor: ``[M + 1]``, or ``[B, M + 1]`` for several rows."""
+    rows, total = problem.rows(), sum(problem.lengths)
+    longest = max(len(row) for row in rows) + 2
+    padded = np.array([[*row, *[total] * (longest - len(row))] for row in rows], np.int32)
+    return Tensor(padded if problem.batch > 1 else padded[0])
+
+
+def run_explicit(problem: CoreProblem, group: CpGroup, as_tensor: bool = False) -> dict[str, np.ndarray]:
+    """One rank's outputs and gradients through the strategy's explicit forward and backward (for lockstep runs).
+
+    ``as_tensor``: hand the boundaries over as a Tensor whose values the strategy does not know (only without states given or returned,
+    since the padding adds documents).
+    """
     t = problem.rank_tensors(group.rank)
     core = KdaCore(problem.config(), group)
     state = t["initial_state"] if problem.with_initial_state else None
     tensors = [t[name] for name in INPUTS[:-1]] + [state]
-    cell = core.strategy_cell(tuple(describe(x) for x in tensors), problem.cu_seqlens, None, problem.with_final_state)
-    placeholder = ops.zeros((1,), ms.float32)
-    inputs = tensors[:-1] + [placeholder if state is None else state, placeholder]
+    rows, cu = problem.cu_seqlens, ops.zeros((1,), ms.float32)
+    if as_tensor:
+        rows, cu = None, boundary_tensor(problem)
+    cell = core.strategy_cell(tuple(describe(x) for x in tensors), rows, describe(cu) if as_tensor else None, problem.with_final_state)
+    inputs = tensors[:-1] + [ops.zeros((1,), ms.float32) if state is None else state, cu]
     results = cell.construct(*inputs)
     grads = cell.bprop(*inputs, results, (t["d_out"], t["d_final"] if problem.with_final_state else None))
     return _named(results[0], results[1] if problem.with_final_state else None, grads)
 
 
-def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool) -> dict[str, np.ndarray]:
-    """One rank's outputs and gradients through ``ms.grad`` of a loss, in PyNative or compiled (for msrun workers)."""
+def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool, host_boundaries: bool = False) -> dict[str, np.ndarray]:
+    """One rank's outputs and gradients through ``ms.grad`` of a loss, in PyNative or compiled (for msrun workers).
+
+    ``host_boundaries``: hand the boundaries over as integers, else as a Tensor (only without states, see :func:`run_explicit`).
+    """
     t = problem.rank_tensors(group.rank)
     core = KdaCore(problem.config(), group)
     d_out, d_final = t["d_out"], t["d_final"]
-    with_initial, with_final, cu = problem.with_initial_state, problem.with_final_state, problem.cu_seqlens
+    with_initial, with_final = problem.with_initial_state, problem.with_final_state
+    cu = None if problem.cu_seqlens is None else boundary_tensor(problem)
 
-    def loss(q, k, v, g, beta, a_log, dt_bias, initial_state):
+    def loss(q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
         out, final_state = core(
-            q, k, v, g, beta, a_log, dt_bias, initial_state if with_initial else None, cu, output_final_state=with_final
+            q,
+            k,
+            v,
+            g,
+            beta,
+            a_log,
+            dt_bias,
+            initial_state if with_initial else None,
+            problem.cu_seqlens if host_boundaries else cu,
+            output_final_state=with_final,
         )
         total = (out * d_out).sum()
         if with_final:
@@ -137,7 +164,7 @@ def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool) -> dict[str, n
     grad = ms.value_and_grad(loss, tuple(range(8)), has_aux=True)
     if jit:
         grad = ms.jit(grad)
-    (_, out, final_state), grads = grad(*[t[name] for name in INPUTS])
+    (_, out, final_state), grads = grad(*[t[name] for name in INPUTS], cu)
     return _named(out, final_state if with_final else None, grads)
 
 

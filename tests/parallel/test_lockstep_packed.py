@@ -103,3 +103,16 @@ def test_a_document_says_nothing_about_the_others(strategy):
         one, two = (np.concatenate([r[name] for r in ranks], 1)[:, 37:] for ranks in (a, b))
         np.testing.assert_array_equal(one, two)
     np.testing.assert_array_equal(a[0]["final_state"][1:], b[0]["final_state"][1:])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "rows", [(_boundaries((5, 0, 30, 5)),), (_boundaries((40,)), _boundaries((7, 25, 8)))], ids=["one row", "two rows"]
+)
+def test_boundaries_that_are_not_known_before_the_run(strategy, rows):
+    cu = rows if len(rows) > 1 else rows[0]
+    problem = CoreProblem(
+        lengths=(9, 1, 22, 8), strategy=strategy, num_heads=4, num_v_heads=4, batch=len(rows), cu_seqlens=cu,
+        with_initial_state=False, with_final_state=False,
+    )  # fmt: skip
+    check(problem, lockstep.run(4, lambda group: run_explicit(problem, group, as_tensor=True), problem.lengths))

@@ -1,8 +1,8 @@
-"""Kimi-Linear decoder and causal language model (Kimi Linear report, section 5), KDA layers with dense feed-forwards.
+"""Kimi-Linear decoder and causal language model (Kimi Linear report, section 5): KDA and MLA layers, dense and sparse feed-forwards.
 
 Parameter names are those of a Hugging Face ``kimi_linear`` checkpoint on disk, where the dense feed-forward too is
-called ``block_sparse_moe``. The model is given whole samples and works on its rank's slice of them; only KDA crosses
-ranks. A sample is treated as one document: ``cu_seqlens`` is accepted and not used yet.
+called ``block_sparse_moe``. The model is given whole samples and works on its rank's slice of them; only attention crosses
+ranks. Documents packed into a sample never see each other: ``cu_seqlens`` reaches the state recurrence and the short convolutions.
 
 Shape suffixes: B samples, T tokens of a sample, L tokens of this rank's slice, D hidden size, V vocabulary.
 """
@@ -15,7 +15,9 @@ from mindspore import nn, ops
 from kcp.layers.cross_entropy import SummedCrossEntropy, valid_tokens
 from kcp.layers.kda_attention import KdaAttention, KdaAttentionConfig
 from kcp.layers.linear import Embedding, Linear
+from kcp.layers.mla import MlaConfig, MultiLatentAttention
 from kcp.layers.mlp import SwiGLU
+from kcp.layers.moe import MoeConfig, SparseMoe
 from kcp.layers.norms import RMSNorm
 from kcp.models.kimi_linear.configuration import KimiLinearConfig
 from kcp.parallel.group import CpGroup
@@ -36,35 +38,75 @@ def kda_attention_config(config: KimiLinearConfig) -> KdaAttentionConfig:
         allow_neg_eigval=config.kda_allow_neg_eigval,
         norm_eps=config.rms_norm_eps,
         strategy=config.kda_cp_strategy,
+        ptp_head_groups=config.kda_ptp_head_groups or None,
+        hybrid_ulysses_degree=config.kda_hybrid_ulysses_degree or None,
         disable_recompute=config.kda_disable_recompute,
         chunk_size=config.kda_chunk_size,
         initializer_range=config.initializer_range,
     )
 
 
+def mla_config(config: KimiLinearConfig) -> MlaConfig:
+    """The part of a model's configuration that an MLA layer needs."""
+    return MlaConfig(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        norm_eps=config.rms_norm_eps,
+        strategy=config.mla_cp_strategy,
+        initializer_range=config.initializer_range,
+    )
+
+
+def moe_config(config: KimiLinearConfig) -> MoeConfig:
+    """The part of a model's configuration that a sparse feed-forward layer needs."""
+    return MoeConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        num_experts=config.num_experts,
+        num_experts_per_token=config.num_experts_per_token,
+        num_shared_experts=config.num_shared_experts,
+        num_expert_group=config.num_expert_group,
+        topk_group=config.topk_group,
+        renormalize=config.moe_renormalize,
+        routed_scaling_factor=config.routed_scaling_factor,
+        initializer_range=config.initializer_range,
+    )
+
+
 class KimiLinearDecoderLayer(nn.Cell):
-    """``x + KDA(norm(x))``, then ``x + SwiGLU(norm(x))``.
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``: KDA or MLA, SwiGLU or a mixture of experts.
 
     Args:
         config: The model's configuration.
+        layer: Number of the layer, for its types.
         group: Ranks that share a sample.
 
     Inputs:
-        hidden ``[B, L, D]``.
+        hidden ``[B, L, D]``; cu_seqlens: boundaries of the documents in whole samples, ``[B, M + 1]`` int32, or None.
 
     Outputs:
         ``[B, L, D]``, the dtype of hidden.
     """
 
-    def __init__(self, config: KimiLinearConfig, group: CpGroup):
+    def __init__(self, config: KimiLinearConfig, layer: int, group: CpGroup):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = KdaAttention(kda_attention_config(config), group)
+        if config.layer_types[layer] == "linear_attention":
+            self.self_attn = KdaAttention(kda_attention_config(config), group)
+        else:
+            self.self_attn = MultiLatentAttention(mla_config(config), group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.block_sparse_moe = SwiGLU(config.hidden_size, config.intermediate_size, config.initializer_range)
+        if config.mlp_layer_types[layer] == "dense":
+            self.block_sparse_moe = SwiGLU(config.hidden_size, config.intermediate_size, config.initializer_range)
+        else:
+            self.block_sparse_moe = SparseMoe(moe_config(config))
 
-    def construct(self, hidden_BLD):
-        hidden_BLD = hidden_BLD + self.self_attn(self.input_layernorm(hidden_BLD))
+    def construct(self, hidden_BLD, cu_seqlens=None):
+        hidden_BLD = hidden_BLD + self.self_attn(self.input_layernorm(hidden_BLD), cu_seqlens)
         return hidden_BLD + self.block_sparse_moe(self.post_attention_layernorm(hidden_BLD))
 
 
@@ -76,7 +118,7 @@ class KimiLinearModel(nn.Cell):
         group: Ranks that share a sample.
 
     Inputs:
-        token_ids ``[B, L]`` int32, this rank's slice.
+        token_ids ``[B, L]`` int32, this rank's slice; cu_seqlens as in :class:`KimiLinearDecoderLayer`.
 
     Outputs:
         ``[B, L, D]`` in ``config.compute_dtype``.
@@ -86,14 +128,14 @@ class KimiLinearModel(nn.Cell):
         super().__init__()
         self.compute_dtype = getattr(ms, config.compute_dtype)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.initializer_range)
-        layers = [KimiLinearDecoderLayer(config, group) for _ in range(config.num_hidden_layers)]
+        layers = [KimiLinearDecoderLayer(config, layer, group) for layer in range(config.num_hidden_layers)]
         self.layers = nn.CellList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def construct(self, token_ids_BL):
+    def construct(self, token_ids_BL, cu_seqlens=None):
         hidden_BLD = self.embed_tokens(token_ids_BL).astype(self.compute_dtype)
         for layer in self.layers:
-            hidden_BLD = layer(hidden_BLD)
+            hidden_BLD = layer(hidden_BLD, cu_seqlens)
         return self.norm(hidden_BLD)
 
 
@@ -107,7 +149,8 @@ class KimiLinearForCausalLM(PreTrainedModel):
 
     Inputs:
         input_ids, labels, loss_mask, each ``[B, T]`` int32, whole samples; labels are shifted already and negative
-        where a token does not count. cu_seqlens: document boundaries, not used yet.
+        where a token does not count. cu_seqlens: boundaries of the documents packed into each sample, ``[B, M + 1]`` int32 padded with T;
+        None: every sample is one document.
 
     Outputs:
         Tuple of two float32 scalars: the sum of this slice's cross entropies, and the number of its valid tokens.
@@ -134,26 +177,27 @@ class KimiLinearForCausalLM(PreTrainedModel):
 
     def construct(self, input_ids, labels, loss_mask, cu_seqlens=None):
         begin, end = self.group.slice_bounds(input_ids.shape[1])
-        logits_NV = self._logits_of_slice(input_ids[:, begin:end])
+        logits_NV = self._logits_of_slice(input_ids[:, begin:end], cu_seqlens)
         labels_N = labels[:, begin:end].reshape((-1,))
         weights_N = valid_tokens(labels_N, loss_mask[:, begin:end].reshape((-1,)))
         return self.loss(logits_NV, labels_N, weights_N), weights_N.sum()
 
-    def logits(self, input_ids):
+    def logits(self, input_ids, cu_seqlens=None):
         """Logits of this rank's slice.
 
         Args:
             input_ids: ``[B, T]`` int32, whole samples.
+            cu_seqlens: boundaries of packed documents, or None.
 
         Returns:
             ``[B, L, V]`` float32.
         """
         begin, end = self.group.slice_bounds(input_ids.shape[1])
-        logits_NV = self._logits_of_slice(input_ids[:, begin:end])
+        logits_NV = self._logits_of_slice(input_ids[:, begin:end], cu_seqlens)
         return logits_NV.reshape((input_ids.shape[0], end - begin, self.vocab_size))
 
-    def _logits_of_slice(self, token_ids_BL):
-        hidden_ND = self.model(token_ids_BL).reshape((-1, self.hidden_size))
+    def _logits_of_slice(self, token_ids_BL, cu_seqlens):
+        hidden_ND = self.model(token_ids_BL, cu_seqlens).reshape((-1, self.hidden_size))
         if self.tied:
             table = self.model.embed_tokens.weight
             return self.project(hidden_ND, table.astype(hidden_ND.dtype)).astype(ms.float32)
