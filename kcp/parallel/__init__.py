@@ -2,7 +2,10 @@
 
 from kcp.parallel.group import CpGroup
 from kcp.parallel.halo import Halo
+from kcp.parallel.hybrid import Hybrid
+from kcp.parallel.ptp_chain import PtpChain
+from kcp.parallel.ptp_tree import PtpTree
 from kcp.parallel.state_scan import StateScan
 from kcp.parallel.ulysses import ContextParallel, Ulysses
 
-__all__ = ["ContextParallel", "CpGroup", "Halo", "StateScan", "Ulysses"]
+__all__ = ["ContextParallel", "CpGroup", "Halo", "Hybrid", "PtpChain", "PtpTree", "StateScan", "Ulysses"]

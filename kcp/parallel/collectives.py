@@ -1,20 +1,33 @@
-"""The few collectives that kcp uses, and the one place where devices differ.
+"""The few collectives that kcp uses, and the one place where devices and execution modes differ.
 
-Every method takes this rank's tensor and works in PyNative and in graphs. On the CPU MindSpore has AllReduce and AllGather only: an
-all-to-all is served by an all-gather of everything, which moves ``size`` times its payload.
+Every method takes this rank's tensor and works in PyNative and in graphs, but for ``send`` and ``recv``, which MindSpore has in PyNative
+alone: where :meth:`Collectives.has_point_to_point` is false, ``round`` serves instead. On the CPU MindSpore has AllReduce and AllGather
+only: an all-to-all is served by an all-gather of everything, which moves ``size`` times its payload.
 """
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, ops
+
+from kcp.ops.numerics import in_graph
+
+_created_groups: set[str] = set()
 
 
 @ms.jit_class
 class Collectives:
-    """Collectives among the ranks of one communication group (the world by default)."""
+    """Collectives among the ranks of one communication group (the world by default).
 
-    def __init__(self, rank: int, size: int, group: str | None = None):
+    Args:
+        rank, size: this rank within the group, and the group's size.
+        group: name of the communication group; None: the world.
+        world_ranks: the members' ranks in the launch, in order; None: 0 to size - 1.
+    """
+
+    def __init__(self, rank: int, size: int, group: str | None = None, world_ranks: range | None = None):
         self.rank = rank
         self.size = size
+        self.world_ranks = tuple(range(size) if world_ranks is None else world_ranks)
         self.has_all_to_all = ms.get_context("device_target") != "CPU"
         if group is None:
             self._gather, self._reduce = ops.AllGather(), ops.AllReduce()
@@ -39,6 +52,58 @@ class Collectives:
             return self._exchange(x)
         return self.all_gather(x)[:, self.rank]
 
+    def has_point_to_point(self) -> bool:
+        """Whether ``send`` and ``recv`` can be used here: in PyNative, not in a graph."""
+        return not in_graph()
+
+    def send(self, x: Tensor, target: int) -> None:
+        """Send float32 ``x`` to rank ``target``, which must call ``recv`` for this shape (PyNative)."""
+        _device_send(x, self.world_ranks[target])
+
+    def recv(self, shape: tuple, source: int) -> Tensor:
+        """Receive a float32 tensor of ``shape`` from rank ``source`` (PyNative)."""
+        return _device_recv(shape, self.world_ranks[source])
+
+    def round(self, x: Tensor, source: int) -> Tensor:
+        """One round of point to point where there is none: what ``source`` put in.
+
+        Every rank of the group takes part, with tensors of one shape (zeros where it has nothing to say); ``source`` may be this rank
+        itself, which then waits for the others and learns nothing. Served by an all-gather: each rank receives ``size - 1`` payloads
+        where point to point moves one.
+        """
+        return self.all_gather(x)[source]
+
+    def subgroup(self, ranks: range) -> "Collectives":
+        """Collectives of a part of this group that this rank belongs to; every member must ask for it before the first graph."""
+        from mindspore.communication import create_group
+
+        world_ranks = [self.world_ranks[r] for r in ranks]
+        step = world_ranks[1] - world_ranks[0] if len(world_ranks) > 1 else 1
+        world_ranks = range(world_ranks[0], world_ranks[0] + step * len(world_ranks), step)
+        name = f"kcp_ranks_{world_ranks.start}_{step}_{len(world_ranks)}"
+        if name not in _created_groups:
+            create_group(name, list(world_ranks))
+            _created_groups.add(name)
+        kind = Collectives if self.has_all_to_all else SubgroupCollectives
+        return kind(ranks.index(self.rank), len(ranks), name, world_ranks)
+
+
+@ms.jit_class
+class SubgroupCollectives(Collectives):
+    """Collectives of a part of the launch on the CPU, whose AllGather serves the whole launch alone.
+
+    An all-gather is a sum over the group: each rank adds its tensor at its own place among zeros, so ``size`` times the payload is summed.
+    """
+
+    def __init__(self, rank: int, size: int, group: str, world_ranks: range | None = None):
+        super().__init__(rank, size, group, world_ranks)
+        self.place = Tensor(np.arange(size) == rank, ms.float32)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """``[...] -> [size, ...]``, rank order; every dtype travels as float32."""
+        place = self.place.reshape((self.size,) + (1,) * x.ndim)
+        return ops.cast(self.all_reduce(place * ops.expand_dims(ops.cast(x, ms.float32), 0)), x.dtype)
+
 
 @ms.jit_class
 class SingleRank:
@@ -56,3 +121,29 @@ class SingleRank:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         return x
+
+    def has_point_to_point(self) -> bool:
+        return True
+
+
+def _point_to_point():
+    """``mint.distributed``, able to send and receive on this device.
+
+    It looks its own rank up under the name that the world's group had when it was imported, the one of Ascend: on other devices that
+    entry is missing and the look-up fails.
+    """
+    from mindspore.communication import get_rank
+    from mindspore.mint.distributed import distributed
+
+    distributed._GROUP_RANK_CACHE.setdefault("hccl_world_group", get_rank())
+    return distributed
+
+
+def _device_send(x: Tensor, world_rank: int) -> None:
+    _point_to_point().send(x, world_rank)
+
+
+def _device_recv(shape: tuple, world_rank: int) -> Tensor:
+    received = Tensor(np.zeros(shape, np.float32))
+    _point_to_point().recv(received, world_rank)
+    return received

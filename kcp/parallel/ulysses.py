@@ -134,7 +134,15 @@ def _check_token_tensor(shape, position, size):
 
 @ms.jit_class
 class Ulysses:
-    """The strategy for KDA, explicit forward and backward."""
+    """The strategy for KDA, explicit forward and backward.
+
+    Args:
+        opts: options of the whole-sequence op on the local heads.
+        backend: serves it.
+        group: the ranks.
+        reduced_by: who reduces the gradients of a_log and dt_bias.
+        num_rows: B.
+    """
 
     def __init__(self, opts, backend, group, reduced_by: str, num_rows: int):
         self.opts = opts
@@ -142,6 +150,7 @@ class Ulysses:
         self.group = group
         self.reduced_by = reduced_by
         self.num_rows = num_rows
+        self.everyone = group.collectives  # over whom the parameters' gradients are summed
         self.flat = opts.cu_seqlens is not None and num_rows > 1
 
     def _boundaries(self, cu, num_tokens):
@@ -203,14 +212,23 @@ class Ulysses:
             parts.append(after)
         return ops.concat(tuple(parts), 0)
 
+    def _local_forward(self, inputs, cu, output_final_state):
+        """The op on the local heads: ``(out, final_state, caches)``."""
+        q, k, v, g, beta, a_log, dt_bias, initial_state = inputs
+        cu = self._boundaries(cu, v.shape[1] // self.num_rows)
+        return self.backend.op_forward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)
+
+    def _local_backward(self, inputs, cu, caches, d_out, d_final):
+        """Its eight gradients."""
+        q, k, v, g, beta, a_log, dt_bias, initial_state = inputs
+        cu = self._boundaries(cu, v.shape[1] // self.num_rows)
+        return self.backend.op_backward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, caches, d_out, d_final)
+
     def forward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, output_final_state):
         """This rank's tokens in and out (BSND); ``(out, final_state, saved)``, saved = the exchanged inputs, local caches."""
         local_tokens = v.shape[1]
         inputs = self._exchange_in(q, k, v, g, beta, a_log, dt_bias, initial_state)
-        out, final_state, saved = self.backend.op_forward(
-            self.opts, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6], inputs[7],
-            self._boundaries(cu, inputs[2].shape[1] // self.num_rows),
-        )  # fmt: skip
+        out, final_state, saved = self._local_forward(inputs, cu, output_final_state)
         if output_final_state:
             final_state = self._gather_heads(final_state)
             out = ops.depend(out, final_state)
@@ -228,10 +246,8 @@ class Ulysses:
                 d_final = ops.depend(d_final, d_out)
             begin = self.group.rank * lv.shape[2]
             d_final = self.group.collectives.all_reduce(d_final)[:, begin : begin + lv.shape[2]]
-        dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self.backend.op_backward(
-            self.opts, lq, lk, lv, lg, lbeta, a_log, dt_bias, initial_state,
-            self._boundaries(cu, lv.shape[1] // self.num_rows), saved[5:], d_out, d_final,
-        )  # fmt: skip
+        inputs = (lq, lk, lv, lg, lbeta, a_log, dt_bias, initial_state)
+        dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self._local_backward(inputs, cu, saved[5:], d_out, d_final)
         dq, dk, dv, dg, dbeta = (
             self._unflatten(dq), self._unflatten(dk), self._unflatten(dv), self._unflatten(dg), self._unflatten(dbeta)
         )  # fmt: skip
@@ -245,7 +261,7 @@ class Ulysses:
             da_log = self._spread_heads(da_log)
         if self.opts.has_dt_bias:
             ddt_bias = self._spread_heads(ddt_bias).reshape(whole_bias)
-        da_log, ddt_bias, dqk = reduce_gate_parameters(self.opts, da_log, ddt_bias, dqk, self.group.collectives, self.reduced_by)
+        da_log, ddt_bias, dqk = reduce_gate_parameters(self.opts, da_log, ddt_bias, dqk, self.everyone, self.reduced_by)
         if self.opts.has_initial_state:
             dh0 = self._gather_heads(ops.depend(dh0, dqk))
             dqk = ops.depend(dqk, dh0)
