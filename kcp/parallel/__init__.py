@@ -6,6 +6,7 @@ from kcp.parallel.hybrid import Hybrid
 from kcp.parallel.ptp_chain import PtpChain
 from kcp.parallel.ptp_tree import PtpTree
 from kcp.parallel.state_scan import StateScan
+from kcp.parallel.traffic import Traffic
 from kcp.parallel.ulysses import ContextParallel, Ulysses
 
-__all__ = ["ContextParallel", "CpGroup", "Halo", "Hybrid", "PtpChain", "PtpTree", "StateScan", "Ulysses"]
+__all__ = ["ContextParallel", "CpGroup", "Halo", "Hybrid", "PtpChain", "PtpTree", "StateScan", "Traffic", "Ulysses"]

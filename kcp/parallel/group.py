@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import mindspore as ms
 
 from kcp.parallel.collectives import Collectives, SingleRank
+from kcp.parallel.traffic import Traffic
 
 
 @ms.jit_class
@@ -39,6 +40,11 @@ class CpGroup:
         self.size = size
         self.slice_lengths = slice_lengths
         self.collectives = collectives
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes received by this rank, by purpose (PyNative and lockstep runs; see :mod:`kcp.parallel.traffic`)."""
+        return self.collectives.traffic
 
     @staticmethod
     def single() -> "CpGroup":

@@ -38,6 +38,7 @@ from kcp.parallel.documents import (
     placed,
 )
 from kcp.parallel.gradients import reduce_gate_parameters
+from kcp.parallel.traffic import FINAL_STATE, INITIAL_STATE, STATE
 
 ROUND, RECV, SEND = chain.ROUND, chain.RECV, chain.SEND
 MOST_GROUPS = 8
@@ -176,7 +177,7 @@ class PtpChain:
 
     def _round(self, payload, tied, step, source, received):
         """One round; returns ``(what was received so far, what comes next is tied to)``."""
-        arrived = self.group.collectives.round(ops.depend(payload, tied), source)
+        arrived = self.group.collectives.round(ops.depend(payload, tied), source if step[4] >= 0 else self.group.rank, STATE)
         return (received + (arrived,) if step[4] >= 0 else received), arrived
 
     # ---- forward
@@ -203,9 +204,9 @@ class PtpChain:
         tied, received, done = none, (), ()
         for step in schedule.steps:
             if step[0] == RECV:
-                received = received + (self.group.collectives.recv(none.shape, rank - 1),)
+                received = received + (self.group.collectives.recv(none.shape, rank - 1, STATE),)
             elif step[0] == SEND:
-                self.group.collectives.send(done[step[2]][2] if step[2] >= 0 else received[step[3]], rank + 1)
+                self.group.collectives.send(done[step[2]][2] if step[2] >= 0 else received[step[3]], rank + 1, STATE)
             elif step[0] == ROUND:
                 payload = none if step[1] < 0 else done[step[2]][2] if step[2] >= 0 else received[step[3]]
                 received, tied = self._round(payload, tied, step, rank - 1 if rank > 0 else last, received)
@@ -239,7 +240,7 @@ class PtpChain:
         if self.any_empty:
             final_state = final_state + states * self._empty(index)
         if output_final_state:
-            final_state = self.group.collectives.all_reduce(ops.depend(final_state, out))
+            final_state = self.group.collectives.all_reduce(ops.depend(final_state, out), FINAL_STATE)
             out = ops.depend(out, final_state)
         return out, transpose_state(final_state, self.state_v_first), saved
 
@@ -315,9 +316,9 @@ class PtpChain:
         tied, received, done = none, (), ()
         for step in schedule.steps:
             if step[0] == RECV:
-                received = received + (self.group.collectives.recv(none.shape, rank + 1),)
+                received = received + (self.group.collectives.recv(none.shape, rank + 1, STATE),)
             elif step[0] == SEND:
-                self.group.collectives.send(done[step[2]][8] if step[2] >= 0 else received[step[3]], rank - 1)
+                self.group.collectives.send(done[step[2]][8] if step[2] >= 0 else received[step[3]], rank - 1, STATE)
             elif step[0] == ROUND:
                 payload = none if step[1] < 0 else done[step[2]][8] if step[2] >= 0 else received[step[3]]
                 received, tied = self._round(payload, tied, step, rank + 1 if rank + 1 < self.group.size else 0, received)
@@ -332,7 +333,7 @@ class PtpChain:
         index, collectives = self._index(cu), self.group.collectives
         shape = (self.first_document[self.num_rows], v.shape[2], q.shape[3], v.shape[3])
         if d_final is not None:
-            grads = transpose_state(collectives.all_reduce(d_final), self.state_v_first)
+            grads = transpose_state(collectives.all_reduce(d_final, FINAL_STATE), self.state_v_first)
         else:
             grads = ops.depend(ops.zeros(shape, ms.float32), q)
         inputs = (q, k, v, g, beta, a_log, dt_bias)
@@ -356,7 +357,7 @@ class PtpChain:
         if self.has_initial_state:
             if self.any_empty:
                 dh0 = dh0 + grads * self._empty(index)
-            dh0 = collectives.all_reduce(ops.depend(dh0, dq))
+            dh0 = collectives.all_reduce(ops.depend(dh0, dq), INITIAL_STATE)
             dq = ops.depend(dq, dh0)
             dh0 = transpose_state(dh0, self.state_v_first)
         else:

@@ -14,6 +14,7 @@ from mindspore import ops
 
 from kcp.parallel import summary
 from kcp.parallel.state_scan import StateScan
+from kcp.parallel.traffic import STATE
 
 
 def tree_rounds(position: int, size: int) -> tuple:
@@ -63,15 +64,15 @@ class PtpTree(StateScan):
             arrived = None
             if point_to_point:
                 if target >= 0:
-                    collectives.send(mine[..., :value_width] * 1.0 if sends_state else mine, to)
+                    collectives.send(mine[..., :value_width] * 1.0 if sends_state else mine, to, STATE)
                 if source >= 0:
                     shape = own.shape[:-1] + (value_width if receives_state else own.shape[-1],)
-                    arrived = collectives.recv(shape, origin)
+                    arrived = collectives.recv(shape, origin, STATE)
             else:
                 payload = mine
                 if mine.shape[-1] == value_width:
                     payload = ops.concat((mine, ops.zeros(own[..., value_width:].shape, ms.float32)), -1)
-                tied = collectives.round(ops.depend(payload, tied), origin if source >= 0 else self.group.rank)
+                tied = collectives.round(ops.depend(payload, tied), origin if source >= 0 else self.group.rank, STATE)
                 arrived = tied[..., :value_width] if receives_state else tied
             if source >= 0:
                 before = arrived if before is None else _compose(before, arrived)
