@@ -26,9 +26,9 @@ from kcp.parallel.boundaries import (
     flat_tensor_rows,
     host_rows,
 )
+from kcp.parallel.degrees import head_groups
 from kcp.parallel.gradients import REDUCE_CHOICES
 from kcp.parallel.group import CpGroup
-from kcp.parallel.ptp_chain import head_groups
 from kcp.parallel.strategies import STRATEGIES, Call, build, check_strategy, split_for
 
 
@@ -146,8 +146,8 @@ def _flat_host_rows(rows, batch, num_tokens):
 
 
 @constexpr(check=False)
-def _strategy_cell(number, tensors, host, boundaries, output_final_state):
-    return _cores[number].strategy_cell(tensors, host, boundaries, output_final_state)
+def _strategy_cell(number, tensors, host, boundaries, output_final_state, compiled):
+    return _cores[number].strategy_cell(tensors, host, boundaries, output_final_state, compiled)
 
 
 class KdaCore(nn.Cell):
@@ -240,7 +240,7 @@ class KdaCore(nn.Cell):
             describe(dt_bias),
             describe(initial_state),
         )
-        cell = _strategy_cell(self.number, infos, rows, describe(boundaries), output_final_state)
+        cell = _strategy_cell(self.number, infos, rows, describe(boundaries), output_final_state, in_graph())
         none = ops.zeros((1,), ms.float32)
         results = cell(
             q, k, v, g, beta,
@@ -251,14 +251,15 @@ class KdaCore(nn.Cell):
         )  # fmt: skip
         return results[0], results[1] if output_final_state else None
 
-    def strategy_cell(self, tensors: tuple, rows, boundaries, output_final_state: bool) -> StrategyCell:
+    def strategy_cell(self, tensors: tuple, rows, boundaries, output_final_state: bool, compiled: bool = False) -> StrategyCell:
         """The strategy for inputs with these ``(shape, dtype)`` (None: absent), after checking them.
 
-        ``rows``: host boundaries, one tuple of integers for B = 1 or one a row; ``boundaries``: ``(shape, dtype)`` of a boundary Tensor.
+        ``rows``: host boundaries, one tuple of integers for B = 1 or one a row; ``boundaries``: ``(shape, dtype)`` of a boundary Tensor;
+        ``compiled``: the cell becomes part of a graph.
         """
-        return StrategyCell(self._strategy(tensors, rows, boundaries), output_final_state)
+        return StrategyCell(self._strategy(tensors, rows, boundaries, compiled), output_final_state)
 
-    def _strategy(self, tensors, rows, boundaries):
+    def _strategy(self, tensors, rows, boundaries, compiled):
         c, group = self.config, self.group
         q, k, v, g, beta, a_log, dt_bias, initial_state = tensors
         batch, num_tokens = q[0][0], sum(group.lengths(q[0][1] if len(q[0]) > 1 else 0))
@@ -278,7 +279,7 @@ class KdaCore(nn.Cell):
         if group.lengths(sizes["T"])[group.rank] != sizes["T"]:
             raise ValueError(f"query has {sizes['T']} tokens; allowed: {group.lengths(0)[group.rank]}, the slice of rank {group.rank}")
         per_row = 0 if boundaries is None else num_documents // batch
-        call = Call(batch, num_tokens, sizes["T"], rows, per_row, initial_state is not None)
+        call = Call(batch, num_tokens, sizes["T"], rows, per_row, initial_state is not None, compiled)
         fields = self._options(a_log is not None, dt_bias is not None)
         return build(c, group, self.group_parts, backends.select("chunk_kda"), fields, call)
 

@@ -35,7 +35,7 @@ class Schedule:
 
     - ``(WORK, unit, part, arrival)``: run the local op; ``arrival`` numbers the message that enters it (-1: none);
     - ``(SEND, unit, work, arrival)``: pass on what step of work number ``work`` gave, or message ``arrival`` as it came;
-    - ``(RECV, unit)``;
+    - ``(RECV, -1)``: take the next message;
     - ``(ROUND, unit, work, arrival, received)``: send as above (unit -1: nothing) and receive that unit's message (-1: nothing).
 
     Attributes:
@@ -99,7 +99,7 @@ def direct(parts: tuple, enters: tuple, leaves: tuple, backward: bool) -> Schedu
     def catch_up() -> None:
         for unit in waiting:
             b.receive(unit)
-            b.steps.append((RECV, unit))
+            b.steps.append((RECV, -1))
             b.work_all(unit)
         waiting.clear()
 
@@ -112,7 +112,7 @@ def direct(parts: tuple, enters: tuple, leaves: tuple, backward: bool) -> Schedu
         if enters[unit]:
             catch_up()  # messages of one sender are taken in the order of their units
             b.receive(unit)
-            b.steps.append((RECV, unit))
+            b.steps.append((RECV, -1))
         b.work_all(unit)
         if leaves[unit]:
             b.steps.append((SEND, unit, *b.source(unit)))

@@ -1,7 +1,7 @@
 """The few collectives that kcp uses, and the one place where devices and execution modes differ.
 
 Every method takes this rank's tensor and works in PyNative and in graphs, but for ``send`` and ``recv``, which MindSpore has in PyNative
-alone: where :meth:`Collectives.has_point_to_point` is false, ``round`` serves instead. On the CPU MindSpore has AllReduce and AllGather
+alone: where :meth:`Collectives.has_point_to_point` says no, ``round`` serves instead. On the CPU MindSpore has AllReduce and AllGather
 only: an all-to-all is served by an all-gather of everything, which moves ``size`` times its payload.
 
 ``purpose`` says what an exchange is for, one of :data:`kcp.parallel.traffic.PURPOSES`; what arrives is counted under it in PyNative.
@@ -11,7 +11,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from kcp.ops.numerics import in_graph
 from kcp.parallel import traffic
 
 _created_groups: set[str] = set()
@@ -72,9 +71,9 @@ class Collectives:
             return self._exchange(x)
         return self._gather_all(x)[:, self.rank]
 
-    def has_point_to_point(self) -> bool:
-        """Whether ``send`` and ``recv`` can be used here: in PyNative, not in a graph."""
-        return not in_graph()
+    def has_point_to_point(self, compiled: bool) -> bool:
+        """Whether ``send`` and ``recv`` can be used: in PyNative, not in code that is ``compiled`` to a graph."""
+        return not compiled
 
     def send(self, x: Tensor, target: int, purpose: str) -> None:
         """Send float32 ``x`` to rank ``target``, which must call ``recv`` for this shape (PyNative)."""
@@ -155,7 +154,7 @@ class SingleRank:
     def all_to_all(self, x: Tensor, purpose: str) -> Tensor:
         return x
 
-    def has_point_to_point(self) -> bool:
+    def has_point_to_point(self, compiled: bool) -> bool:
         return True
 
 

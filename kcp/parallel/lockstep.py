@@ -138,7 +138,7 @@ class LockstepCollectives:
         self._received(purpose, x.shape[1:], x.dtype, self.size - 1, self.size - 1)
         return ops.stack(tuple(part[self.rank] for part in self._meet("all_to_all", x)), 0)
 
-    def has_point_to_point(self) -> bool:
+    def has_point_to_point(self, compiled: bool) -> bool:
         return self.point_to_point
 
     def send(self, x: Tensor, target: int, purpose: str) -> None:

@@ -40,21 +40,7 @@ from kcp.parallel.documents import (
 from kcp.parallel.gradients import reduce_gate_parameters
 from kcp.parallel.traffic import FINAL_STATE, INITIAL_STATE, STATE
 
-ROUND, RECV, SEND = chain.ROUND, chain.RECV, chain.SEND
-MOST_GROUPS = 8
-
-
-def head_groups(num_heads: int, wanted: int | None) -> int:
-    """Number of head groups: as configured, else the largest divisor of the key heads up to 8.
-
-    Raises:
-        ValueError: the configured number does not divide the key heads.
-    """
-    if wanted is None:
-        return max(n for n in range(1, MOST_GROUPS + 1) if num_heads % n == 0)
-    if num_heads % wanted:
-        raise ValueError(f"ptp_head_groups is {wanted}; allowed: a divisor of num_heads={num_heads}")
-    return wanted
+WORK, RECV = chain.WORK, chain.RECV
 
 
 class RowParts:
@@ -96,9 +82,10 @@ class PtpChain:
         reduced_by: who reduces the gradients of a_log and dt_bias.
         has_initial_state: whether initial states are given.
         state_v_first: axis order of the public states.
+        point_to_point: whether the ranks can send and receive; else they go by rounds.
     """
 
-    def __init__(self, opts, backend, group, rows, num_groups, reduced_by, has_initial_state, state_v_first):
+    def __init__(self, opts, backend, group, rows, num_groups, reduced_by, has_initial_state, state_v_first, point_to_point):
         self.opts = opts
         self.backend = backend
         self.group = group
@@ -113,6 +100,7 @@ class PtpChain:
             tuple(replace(opts, cu_seqlens="tensor" if opts.cu_seqlens == "tensor" else part.local_boundaries) for part in parts)
             for parts in rows.parts
         )
+        self.point_to_point = point_to_point
         self.has_tokens = self.num_parts[0] > 0
         self.any_empty = any(documents.any_empty for documents in rows.whole)
         counts = [documents.num_documents for documents in rows.whole]
@@ -121,11 +109,13 @@ class PtpChain:
         rank, size = group.rank, group.size
         by_row = (self.num_parts, rows.enters, rows.leaves)
         units, enters, leaves = (tuple(x for x in row for _ in range(num_groups)) for row in by_row)
-        self.forward_steps = chain.direct(units, enters, leaves, False)
-        self.forward_rounds = chain.rounds(units, enters, leaves, False, rank, size)
         self.saving_order = tuple(tuple(sum(units[:u]) + p for p in range(n)) for u, n in enumerate(units))
-        self.backward_steps = chain.direct(units, leaves, enters, True)
-        self.backward_rounds = chain.rounds(units, leaves, enters, True, size - 1 - rank, size)
+        if point_to_point:
+            self.forward_schedule = chain.direct(units, enters, leaves, False)
+            self.backward_schedule = chain.direct(units, leaves, enters, True)
+        else:
+            self.forward_schedule = chain.rounds(units, enters, leaves, False, rank, size)
+            self.backward_schedule = chain.rounds(units, leaves, enters, True, size - 1 - rank, size)
 
     # ---- slices of a unit: row b, group j of the heads, one part of the row's slice
 
@@ -175,7 +165,14 @@ class PtpChain:
     def _shape(self, q, v):
         return (1, v.shape[2] // self.num_groups, q.shape[3], v.shape[3])
 
-    def _round(self, payload, tied, step, source, received):
+    def _message(self, step, payload, target, source, received):
+        """A step of point to point; returns what was received so far."""
+        if step[0] == RECV:
+            return received + (self.group.collectives.recv(payload.shape, source, STATE),)
+        self.group.collectives.send(payload, target, STATE)
+        return received
+
+    def _round(self, step, payload, tied, source, received):
         """One round; returns ``(what was received so far, what comes next is tied to)``."""
         arrived = self.group.collectives.round(ops.depend(payload, tied), source if step[4] >= 0 else self.group.rank, STATE)
         return (received + (arrived,) if step[4] >= 0 else received), arrived
@@ -197,21 +194,20 @@ class PtpChain:
         out, ends, saved = self.backend.forward_close(opts, q, k, v, g, beta, a_log, dt_bias, h0, bounds, opened)
         return out, placed(ends, table[ENDING]), ops.gather(ends, table[LAST], 0), h0, saved
 
-    def _run_forward(self, schedule, inputs, states, index, cu):
+    def _run_forward(self, inputs, states, index, cu):
         """``(results of the works, what later exchanges are tied to)``."""
-        rank, last = self.group.rank, self.group.size - 1
+        rank = self.group.rank
         none = ops.depend(ops.zeros(self._shape(inputs[0], inputs[2]), ms.float32), inputs[0])
         tied, received, done = none, (), ()
-        for step in schedule.steps:
-            if step[0] == RECV:
-                received = received + (self.group.collectives.recv(none.shape, rank - 1, STATE),)
-            elif step[0] == SEND:
-                self.group.collectives.send(done[step[2]][2] if step[2] >= 0 else received[step[3]], rank + 1, STATE)
-            elif step[0] == ROUND:
-                payload = none if step[1] < 0 else done[step[2]][2] if step[2] >= 0 else received[step[3]]
-                received, tied = self._round(payload, tied, step, rank - 1 if rank > 0 else last, received)
-            else:
+        for step in self.forward_schedule.steps:
+            if step[0] == WORK:
                 done = done + (self._forward_work(inputs, states, index, cu, step, none, received),)
+            else:
+                payload = none if step[1] < 0 else done[step[2]][2] if step[2] >= 0 else received[step[3]]
+                if self.point_to_point:
+                    received = self._message(step, payload, rank + 1, rank - 1, received)
+                else:
+                    received, tied = self._round(step, payload, tied, rank - 1, received)
         return done, tied
 
     def forward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, output_final_state):
@@ -223,12 +219,8 @@ class PtpChain:
         else:
             states = ops.zeros((self.first_document[self.num_rows], heads, width, value_width), ms.float32)
         inputs = (q, k, v, g, beta, a_log, dt_bias)
-        if self.group.collectives.has_point_to_point():
-            places = self.forward_steps.places
-            done, tied = self._run_forward(self.forward_steps, inputs, states, index, cu)
-        else:
-            places = self.forward_rounds.places
-            done, tied = self._run_forward(self.forward_rounds, inputs, states, index, cu)
+        done, tied = self._run_forward(inputs, states, index, cu)
+        places = self.forward_schedule.places
         out, final_state, saved = v * 1.0, ops.zeros(states.shape, ms.float32), ()
         if self.has_tokens:
             out = self._by_token(done, places, 0)
@@ -308,41 +300,37 @@ class PtpChain:
         d_starts = results[7]
         return results[:7] + (placed(d_starts, table[STARTING]), ops.gather(d_starts, table[FIRST], 0))
 
-    def _run_backward(self, schedule, inputs, grads, index, cu, saved, d_out):
+    def _run_backward(self, inputs, grads, index, cu, saved, d_out):
         """``(results of the works, what later exchanges are tied to)``."""
         rank = self.group.rank
-        per_work = len(saved) // schedule.num_works if schedule.num_works > 0 else 0
+        per_work = len(saved) // self.backward_schedule.num_works if self.has_tokens else 0
         none = ops.depend(ops.zeros(self._shape(inputs[0], inputs[2]), ms.float32), grads)
         tied, received, done = none, (), ()
-        for step in schedule.steps:
-            if step[0] == RECV:
-                received = received + (self.group.collectives.recv(none.shape, rank + 1, STATE),)
-            elif step[0] == SEND:
-                self.group.collectives.send(done[step[2]][8] if step[2] >= 0 else received[step[3]], rank - 1, STATE)
-            elif step[0] == ROUND:
-                payload = none if step[1] < 0 else done[step[2]][8] if step[2] >= 0 else received[step[3]]
-                received, tied = self._round(payload, tied, step, rank + 1 if rank + 1 < self.group.size else 0, received)
-            else:
+        for step in self.backward_schedule.steps:
+            if step[0] == WORK:
                 at = self.saving_order[step[1]][step[2]] * per_work
                 mine = saved[at : at + per_work]
                 done = done + (self._backward_work(inputs, grads, index, cu, step, none, received, mine, d_out),)
+            else:
+                payload = none if step[1] < 0 else done[step[2]][8] if step[2] >= 0 else received[step[3]]
+                if self.point_to_point:
+                    received = self._message(step, payload, rank - 1, rank + 1, received)
+                else:
+                    received, tied = self._round(step, payload, tied, rank + 1, received)
         return done, tied
 
     def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final):
         """Gradients of this rank's tokens, partial (or reduced) parameter gradients, the whole initial-state gradient."""
-        index, collectives = self._index(cu), self.group.collectives
+        collectives = self.group.collectives
+        index = self._index(cu)
         shape = (self.first_document[self.num_rows], v.shape[2], q.shape[3], v.shape[3])
         if d_final is not None:
             grads = transpose_state(collectives.all_reduce(d_final, FINAL_STATE), self.state_v_first)
         else:
             grads = ops.depend(ops.zeros(shape, ms.float32), q)
         inputs = (q, k, v, g, beta, a_log, dt_bias)
-        if collectives.has_point_to_point():
-            places = self.backward_steps.places
-            done, tied = self._run_backward(self.backward_steps, inputs, grads, index, cu, saved, d_out)
-        else:
-            places = self.backward_rounds.places
-            done, tied = self._run_backward(self.backward_rounds, inputs, grads, index, cu, saved, d_out)
+        done, tied = self._run_backward(inputs, grads, index, cu, saved, d_out)
+        places = self.backward_schedule.places
         if self.has_tokens:
             dq, dk, dv = self._by_token(done, places, 0), self._by_token(done, places, 1), self._by_token(done, places, 2)
             dg, dbeta = self._by_token(done, places, 3), self._by_token(done, places, 4)

@@ -13,30 +13,9 @@ import mindspore as ms
 from mindspore import ops
 
 from kcp.parallel import summary
+from kcp.parallel.degrees import tree_rounds
 from kcp.parallel.state_scan import StateScan
 from kcp.parallel.traffic import STATE
-
-
-def tree_rounds(position: int, size: int) -> tuple:
-    """What the rank at ``position`` does: ``(sends to or -1, sends a state, receives from or -1, receives a state, goes on)`` a round.
-
-    Ranks are named by position; a state is a summary that reaches back to position 0; ``goes on``: the rank's own summary, with what it
-    received, is sent again.
-    """
-    out, distance = [], 1
-    while distance < size:
-        target, source = position + distance, position - distance
-        out.append(
-            (
-                target if target < size else -1,
-                position < distance,
-                source if source >= 0 else -1,
-                0 <= source < distance,
-                position + 2 * distance < size,
-            )
-        )
-        distance *= 2
-    return tuple(out)
 
 
 def _compose(later, earlier):
@@ -47,22 +26,27 @@ def _compose(later, earlier):
 
 @ms.jit_class
 class PtpTree(StateScan):
-    """The strategy for KDA, explicit forward and backward; arguments as :class:`~kcp.parallel.state_scan.StateScan`."""
+    """The strategy for KDA, explicit forward and backward.
 
-    def __init__(self, opts, backend, group, documents, reduced_by, has_initial_state, state_v_first, keep_transitions):
+    Args:
+        point_to_point: whether the ranks can send and receive; else they go by rounds.
+        The others: as :class:`~kcp.parallel.state_scan.StateScan`.
+    """
+
+    def __init__(self, opts, backend, group, documents, reduced_by, has_initial_state, state_v_first, keep_transitions, point_to_point):
         super().__init__(opts, backend, group, documents, reduced_by, has_initial_state, state_v_first, keep_transitions)
+        self.point_to_point = point_to_point
         self.forward_rounds = tree_rounds(group.rank, group.size)
         self.backward_rounds = tree_rounds(group.size - 1 - group.rank, group.size)
 
     def _combine(self, own, value_width, rounds, backward):
         """``(state from all earlier positions, what later exchanges are tied to)``; own ``[B, H, K, V + K]``."""
         collectives, last = self.group.collectives, self.group.size - 1
-        point_to_point = collectives.has_point_to_point()
         mine, before, tied = own, None, own
         for target, sends_state, source, receives_state, goes_on in rounds:
             to, origin = (last - target, last - source) if backward else (target, source)
             arrived = None
-            if point_to_point:
+            if self.point_to_point:
                 if target >= 0:
                     collectives.send(mine[..., :value_width] * 1.0 if sends_state else mine, to, STATE)
                 if source >= 0:

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 from kcp.ops.options import KdaOptions
 from kcp.parallel.boundaries import flat_rows
+from kcp.parallel.degrees import check_heads, head_groups, hybrid_degree
 from kcp.parallel.documents import HostDocuments, TensorDocuments
 from kcp.parallel.group import CpGroup
-from kcp.parallel.hybrid import Hybrid, hybrid_degree, split_group
-from kcp.parallel.ptp_chain import PtpChain, RowParts, head_groups
+from kcp.parallel.hybrid import Hybrid, split_group
+from kcp.parallel.ptp_chain import PtpChain, RowParts
 from kcp.parallel.ptp_tree import PtpTree
 from kcp.parallel.state_scan import StateScan
-from kcp.parallel.ulysses import Ulysses, check_heads
+from kcp.parallel.ulysses import Ulysses
 
 STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid")
 
@@ -26,6 +27,7 @@ class Call:
         rows: boundaries of every row as integers; None: dense, or a Tensor holds them.
         documents_per_row: M of a boundary Tensor; 0: there is none.
         has_initial_state: whether initial states are given.
+        compiled: whether the call is part of a graph.
     """
 
     batch: int
@@ -34,6 +36,7 @@ class Call:
     rows: tuple | None
     documents_per_row: int
     has_initial_state: bool
+    compiled: bool
 
 
 def check_strategy(config, group: CpGroup) -> None:
@@ -101,7 +104,8 @@ def _scan(kind, config, group, backend, fields, call, local_tokens, reduced_by):
         documents = HostDocuments(_dense_rows(call), begin, end, is_first)
         cu = documents.local_boundaries
     opts = KdaOptions(cu_seqlens=cu, has_initial_state=True, **fields)
-    return kind(opts, backend, group, documents, reduced_by, call.has_initial_state, config.state_v_first, config.keep_transitions)
+    arguments = (opts, backend, group, documents, reduced_by, call.has_initial_state, config.state_v_first, config.keep_transitions)
+    return kind(*arguments, group.collectives.has_point_to_point(call.compiled)) if kind is PtpTree else kind(*arguments)
 
 
 def _chain(config, group, backend, fields, call):
@@ -113,4 +117,6 @@ def _chain(config, group, backend, fields, call):
         rows = RowParts.from_rows(_dense_rows(call), begin, end, is_first)
     opts = KdaOptions(cu_seqlens="tensor" if call.documents_per_row else None, has_initial_state=True, **fields)
     groups = head_groups(config.num_heads, config.ptp_head_groups)
-    return PtpChain(opts, backend, group, rows, groups, config.reduce_replicated_grads, call.has_initial_state, config.state_v_first)
+    direct = group.collectives.has_point_to_point(call.compiled)
+    reduced_by = config.reduce_replicated_grads
+    return PtpChain(opts, backend, group, rows, groups, reduced_by, call.has_initial_state, config.state_v_first, direct)

@@ -15,13 +15,6 @@ from kcp.parallel.gradients import reduce_gate_parameters
 from kcp.parallel.traffic import FINAL_STATE, HEADS, INITIAL_STATE
 
 
-def check_heads(size: int, **heads: int) -> None:
-    """Refuse head counts that the group's size does not divide."""
-    for name, count in heads.items():
-        if count % size:
-            raise ValueError(f"{name} is {count}; allowed under ulysses: a multiple of the group's size {size}")
-
-
 def sequence_to_heads(x: Tensor, group) -> Tensor:
     """``[B, T_local, H, D] -> [B, T, H / W, D]`` (D may be absent)."""
     lengths = group.lengths(x.shape[1])
