@@ -1,8 +1,10 @@
 """Plans against numbers computed by hand, and their bytes against what a lockstep run counts."""
 
+import mindspore as ms
 import pytest
-from core_cases import CoreProblem, run_explicit
+from core_cases import CoreProblem, check, run_explicit
 
+from kcp.layers import KdaCore
 from kcp.parallel import lockstep, plan
 from kcp.parallel.plan import Machine, Sizes, chain_work, choose, compare, estimate, scan_work
 
@@ -98,3 +100,17 @@ def test_auto_takes_the_cheapest_that_the_heads_allow():
 def test_sizes_are_checked(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         Sizes(**{**vars(_sizes(2)), **fields})
+
+
+def test_a_core_resolves_auto_when_it_is_built():
+    problem = CoreProblem(lengths=(6,) * 3, strategy="auto", num_heads=3, num_v_heads=3, options={"plan_tokens": 18})
+
+    def body(group):
+        return KdaCore(problem.config(), group).config.strategy, run_explicit(problem, group)
+
+    results = lockstep.run(3, body, problem.lengths)
+    sizes = Sizes(3, 1, 18, 3, 3, problem.head_dim, problem.v_head_dim, chunk_size=16)
+    expected = choose(sizes, plan.machine_of(ms.get_context("device_target"), graph=False)).strategy
+    assert {strategy for strategy, _ in results} == {expected} <= {"ulysses", "state_scan", "ptp_chain", "ptp_tree"}
+    check(problem, [result for _, result in results])
+    assert KdaCore(problem.config()).config.strategy == "none"
