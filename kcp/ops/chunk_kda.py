@@ -1,6 +1,7 @@
 """The differentiable op: chunk_kda, Kimi Delta Attention in its chunkwise form (section 4 of the Hyper-Parallel document)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import mindspore as ms
@@ -30,6 +31,7 @@ class _ChunkKda(nn.Cell):
     def __init__(self, opts: KdaOptions, backend):
         super().__init__(auto_prefix=False)
         self.opts = opts
+        self.opts_without_caches = replace(opts, disable_recompute=False)
         self.forward = backend.op_forward
         self.backward = backend.op_backward
 
@@ -44,11 +46,12 @@ class _ChunkKda(nn.Cell):
 
 class _ChunkKdaPyNative(_Function):
     """The same call for PyNative. A Cell would have to return its caches as outputs, for which PyNative makes gradients of zeros as large
-    as the caches; here they stay in the context."""
+    as the caches; here they stay in the context, and where no gradient is wanted there are none."""
 
     @staticmethod
     def forward(ctx, cell, *tensors):
-        out, final_state, saved = cell.forward(cell.opts, *tensors)
+        opts = cell.opts if any(ctx.needs_input_grad) else cell.opts_without_caches
+        out, final_state, saved = cell.forward(opts, *tensors)
         ctx.cell = cell
         ctx.save_for_backward(*tensors, *saved)
         ctx.set_materialize_grads(False)

@@ -39,6 +39,7 @@ class CpGroup:
         self.rank = rank
         self.size = size
         self.slice_lengths = slice_lengths
+        self.longest_slice = max(slice_lengths) if slice_lengths else 0
         self.collectives = collectives
 
     @property
@@ -65,6 +66,10 @@ class CpGroup:
         if self.slice_lengths is None:
             return (local_tokens,) * self.size
         return self.slice_lengths
+
+    def longest(self, local_tokens: int) -> int:
+        """Tokens of the longest slice, given this rank's."""
+        return local_tokens if self.slice_lengths is None else self.longest_slice
 
     def slice_bounds(self, num_tokens: int) -> tuple[int, int]:
         """``(begin, end)`` of this rank's slice of a sequence of ``num_tokens``.

@@ -18,7 +18,7 @@ from kcp.parallel.traffic import FINAL_STATE, HEADS, INITIAL_STATE
 def sequence_to_heads(x: Tensor, group) -> Tensor:
     """``[B, T_local, H, D] -> [B, T, H / W, D]`` (D may be absent)."""
     lengths = group.lengths(x.shape[1])
-    longest = _longest(lengths)
+    longest = group.longest(x.shape[1])
     if x.shape[1] < longest:
         x = ops.concat((x, ops.zeros((x.shape[0], longest - x.shape[1]) + x.shape[2:], x.dtype)), 1)
     shape = x.shape
@@ -33,7 +33,7 @@ def sequence_to_heads(x: Tensor, group) -> Tensor:
 def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
     """``[B, T, H / W, D] -> [B, T_local, H, D]`` (D may be absent)."""
     lengths = group.lengths(local_tokens)
-    longest = _longest(lengths)
+    longest = group.longest(local_tokens)
     pieces, begin = [], 0
     for r in range(group.size):
         piece = x[:, begin : begin + lengths[r]]
@@ -51,11 +51,6 @@ def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
 @constexpr
 def _axis_first(axis: int, ndim: int) -> tuple:
     return (axis,) + tuple(i for i in range(ndim) if i != axis)
-
-
-@constexpr
-def _longest(lengths: tuple) -> int:
-    return max(lengths)
 
 
 class SequenceToHeads(nn.Cell):

@@ -158,10 +158,11 @@ def test_later_tokens_do_not_change_earlier_logits():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_types": ["linear_attention", "full_attention"]}, r"layer_types\[1\]: 'full_attention' .* only"),
+        ({"layer_types": ["linear_attention", "sliding"]}, r"layer_types\[1\]: 'sliding' .*'linear_attention' or 'full_attention'"),
         ({"layer_types": ["linear_attention"]}, "layer_types: .*num_hidden_layers = 2 entries"),
-        ({"mlp_layer_types": ["dense", "sparse"]}, r"mlp_layer_types\[1\]: 'sparse' .* only 'dense'"),
-        ({"num_experts": 8}, "num_experts: 8 .* dense"),
+        ({"mlp_layer_types": ["dense", "wide"]}, r"mlp_layer_types\[1\]: 'wide' .*'dense' or 'sparse'"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "num_experts: None .* sparse layers"),
+        ({"num_experts": 8}, "num_experts: 8 .* mlp_layer_types"),
         ({"compute_dtype": "float8"}, "compute_dtype: 'float8' .* float32, float16, bfloat16"),
         ({"context_parallel_size": 2}, "kda_cp_strategy: 'none' .* ulysses or state_scan"),
         ({"context_parallel_size": 3, "kda_cp_strategy": "ulysses"}, "seq_length: 20 .* multiple of"),

@@ -28,7 +28,6 @@ CASES = {
     "K100_V30": dict(tokens=130, key=100, value=30),
     "K5_V7": dict(tokens=130, key=5, value=7),
     "K256_V250": dict(tokens=70, key=256, value=250),
-    "K3_V1": dict(tokens=70, key=3, value=1),
     "gqa": dict(tokens=130, heads=4, key_heads=2),
     "mqa_batch": dict(tokens=70, heads=3, key_heads=1, batch=2, key=48, value=40),
     "batch": dict(tokens=70, batch=3),

@@ -4,76 +4,19 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mindspore as ms
 import numpy as np
 import pytest
+from docs_page import CONTRACT, PAGE, Row, function_of, table
 from golden_cases import ROOT
 from mindspore import Tensor
 
 from kcp import ops as kcp_ops
 
-PAGE = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
 STORAGE = "float32, float16 or bfloat16"
-
-
-def tables() -> list[list[list[str]]]:
-    """Every table of the page: rows of cells, the header first."""
-    found, rows = [], []
-    for line in [*PAGE.splitlines(), ""]:
-        if line.startswith("|"):
-            cells = [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-            if not all(set(cell) <= set("-:") for cell in cells):
-                rows.append(cells)
-        elif rows:
-            found.append(rows)
-            rows = []
-    return found
-
-
-def table(*header: str) -> list[list[str]]:
-    """Rows of the one table that has this header."""
-    (rows,) = (rows for rows in tables() if tuple(rows[0]) == header)
-    assert all(len(row) == len(header) for row in rows)
-    return rows[1:]
-
-
-@dataclass
-class Row:
-    """One argument or result."""
-
-    name: str
-    shape: str
-    dtype: str
-    default: str
-
-
-@dataclass
-class Stage:
-    """A function's rows, in the order of the table."""
-
-    arguments: dict[str, Row] = field(default_factory=dict)
-    results: dict[str, Row] = field(default_factory=dict)
-
-
-def contract() -> dict[str, Stage]:
-    stages: dict[str, Stage] = {}
-    for stage, name, _, shape, dtype, default in table("stage", "argument or result", "role", "shape", "dtype", "default"):
-        rows = stages.setdefault(stage, Stage())
-        kind = rows.results if name.startswith("→ ") else rows.arguments
-        name = name.removeprefix("→ ")
-        assert name not in kind, f"{stage} has {name} twice"
-        kind[name] = Row(name, shape, dtype, default)
-    return stages
-
-
-CONTRACT = contract()
-
-
-def function_of(stage: str):
-    return getattr(kcp_ops, stage if stage == "chunk_kda" else f"chunk_kda_{stage}")
 
 
 # ---- names, order, defaults
@@ -279,6 +222,22 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_shapes_and_dtypes_of_real_calls(case):
     CASES[case]().run()
+
+
+def test_chunks_of_a_graph_with_boundaries_in_a_tensor():
+    """The upper bound of the page, and the exact count in PyNative."""
+    (formula,) = re.findall(r"max\(1, min\(\(T \+ .*?, T\)\)", PAGE)
+    case = Case(packed=True, boundaries="int32")
+    case.run()
+    arguments = {n: case.arguments("fwd_h")[n] for n in ("k", "w", "u", "gk", "chunk_size", "cu_seqlens")}
+    assert kcp_ops.chunk_kda_fwd_h(**arguments)[0].shape[1] == PACKED["Nc"]
+
+    @ms.jit
+    def in_graph(k, w, u, gk, cu):
+        return kcp_ops.chunk_kda_fwd_h(k, w, u, gk=gk, chunk_size=16, cu_seqlens=cu)[0]
+
+    h = in_graph(*(arguments[n] for n in ("k", "w", "u", "gk", "cu_seqlens")))
+    assert h.shape[1] == eval(formula, {}, {**PACKED, "max": max, "min": min}) > PACKED["Nc"]
 
 
 def changed(x: Tensor, axis: int) -> Tensor:

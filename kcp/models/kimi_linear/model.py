@@ -1,7 +1,7 @@
-"""Kimi-Linear decoder and causal language model (Kimi Linear report, section 5), KDA layers with dense feed-forwards.
+"""Kimi-Linear decoder and causal language model (Kimi Linear report, section 5): KDA and MLA layers, dense and sparse feed-forwards.
 
 Parameter names are those of a Hugging Face ``kimi_linear`` checkpoint on disk, where the dense feed-forward too is
-called ``block_sparse_moe``. The model is given whole samples and works on its rank's slice of them; only KDA crosses
+called ``block_sparse_moe``. The model is given whole samples and works on its rank's slice of them; only attention crosses
 ranks. Documents packed into a sample never see each other: ``cu_seqlens`` reaches the state recurrence and the short convolutions.
 
 Shape suffixes: B samples, T tokens of a sample, L tokens of this rank's slice, D hidden size, V vocabulary.
@@ -15,7 +15,9 @@ from mindspore import nn, ops
 from kcp.layers.cross_entropy import SummedCrossEntropy, valid_tokens
 from kcp.layers.kda_attention import KdaAttention, KdaAttentionConfig
 from kcp.layers.linear import Embedding, Linear
+from kcp.layers.mla import MlaConfig, MultiLatentAttention
 from kcp.layers.mlp import SwiGLU
+from kcp.layers.moe import MoeConfig, SparseMoe
 from kcp.layers.norms import RMSNorm
 from kcp.models.kimi_linear.configuration import KimiLinearConfig
 from kcp.parallel.group import CpGroup
@@ -42,11 +44,43 @@ def kda_attention_config(config: KimiLinearConfig) -> KdaAttentionConfig:
     )
 
 
+def mla_config(config: KimiLinearConfig) -> MlaConfig:
+    """The part of a model's configuration that an MLA layer needs."""
+    return MlaConfig(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        norm_eps=config.rms_norm_eps,
+        strategy=config.mla_cp_strategy,
+        initializer_range=config.initializer_range,
+    )
+
+
+def moe_config(config: KimiLinearConfig) -> MoeConfig:
+    """The part of a model's configuration that a sparse feed-forward layer needs."""
+    return MoeConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        num_experts=config.num_experts,
+        num_experts_per_token=config.num_experts_per_token,
+        num_shared_experts=config.num_shared_experts,
+        num_expert_group=config.num_expert_group,
+        topk_group=config.topk_group,
+        renormalize=config.moe_renormalize,
+        routed_scaling_factor=config.routed_scaling_factor,
+        initializer_range=config.initializer_range,
+    )
+
+
 class KimiLinearDecoderLayer(nn.Cell):
-    """``x + KDA(norm(x))``, then ``x + SwiGLU(norm(x))``.
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``: KDA or MLA, SwiGLU or a mixture of experts.
 
     Args:
         config: The model's configuration.
+        layer: Number of the layer, for its types.
         group: Ranks that share a sample.
 
     Inputs:
@@ -56,12 +90,18 @@ class KimiLinearDecoderLayer(nn.Cell):
         ``[B, L, D]``, the dtype of hidden.
     """
 
-    def __init__(self, config: KimiLinearConfig, group: CpGroup):
+    def __init__(self, config: KimiLinearConfig, layer: int, group: CpGroup):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = KdaAttention(kda_attention_config(config), group)
+        if config.layer_types[layer] == "linear_attention":
+            self.self_attn = KdaAttention(kda_attention_config(config), group)
+        else:
+            self.self_attn = MultiLatentAttention(mla_config(config), group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.block_sparse_moe = SwiGLU(config.hidden_size, config.intermediate_size, config.initializer_range)
+        if config.mlp_layer_types[layer] == "dense":
+            self.block_sparse_moe = SwiGLU(config.hidden_size, config.intermediate_size, config.initializer_range)
+        else:
+            self.block_sparse_moe = SparseMoe(moe_config(config))
 
     def construct(self, hidden_BLD, cu_seqlens=None):
         hidden_BLD = hidden_BLD + self.self_attn(self.input_layernorm(hidden_BLD), cu_seqlens)
@@ -86,7 +126,7 @@ class KimiLinearModel(nn.Cell):
         super().__init__()
         self.compute_dtype = getattr(ms, config.compute_dtype)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.initializer_range)
-        layers = [KimiLinearDecoderLayer(config, group) for _ in range(config.num_hidden_layers)]
+        layers = [KimiLinearDecoderLayer(config, layer, group) for layer in range(config.num_hidden_layers)]
         self.layers = nn.CellList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

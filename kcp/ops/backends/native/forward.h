@@ -73,6 +73,12 @@ KCP_INLINE const float* state_of(const float* states, const Problem& p, long n, 
   return states ? states + (n * p.num_heads + head) * p.key_width * p.value_width : nullptr;
 }
 
+// blocks on and below the diagonal
+KCP_NOINLINE void keep_scores(const float* from, int rows, float* to) {
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < (i & ~(kBlock - 1)) + kBlock; j += kLanes) stream(to + i * kMaxChunk + j, load(from + i * kMaxChunk + j));
+}
+
 // Value columns [first, last) of head `head` of sequence n, multiples of 32. saved: where chunk 0 keeps what the backward
 // needs (nullptr: nowhere), the next chunk's slot being `slot_step` slots on. want_out = false computes the saved part alone.
 KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, int last, ForwardScratch& w, float* saved, long slot_step,
@@ -90,16 +96,16 @@ KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, i
     const bool more = i + 1 < chunks;
     prepare_chunk<false>(p, s, head, t, tokens, c);
     SavedChunk now = {}, next = {};
-    float *aqk = w.aqk[0], *akk = w.akk[0];
+    const float *aqk = w.aqk[0], *akk = w.akk[0];
     if (saved) {
       now = saved_chunk(p, saved, i * slot_step);
       if (more) next = saved_chunk(p, saved, (i + 1) * slot_step);
-      if (first == 0) aqk = now.aqk, akk = now.akk;
       if (i == 0) copy_rows(w.h[0] + first, kLd, now.h + first, Vp, p.key_padded, last - first);
     }
     c.prefetch.clear();
     if (more) prefetch_gates(c.prefetch, p, s, i + 1, head), prefetch_chunk(c.prefetch, values, s, i + 1, head, width);
-    chunk_scores(c, p.scale, aqk, akk);
+    chunk_scores(c, p.scale, w.aqk[0], w.akk[0]);
+    if (saved && first == 0) keep_scores(aqk, c.rows, now.aqk), keep_scores(akk, c.rows, now.akk);
     const Source v = rows_or_gather(p.v, row_at(values, s.batch, t, head), tokens, c.rows, width, last - first, w.v[0]);
     for (int j = first; j < last; j += kPanel) {
       float *h = w.h[0] + j, *v_new = w.v_new[0] + j;

@@ -62,7 +62,7 @@ static void run_grad_inputs(const Problem& p, const StageTensors& st, long n, lo
 }
 static void reduce_group(const Problem& p, const View& from, const View& to, long b, long t, long tokens, long key_head) {
   const long group = p.group, first = key_head * group;
-  store_rows(to, row_at(to, b, t, key_head), (int)tokens, (int)p.key_width, p.streamed, [&](int i, int d) {
+  store_rows(to, row_at(to, b, t, key_head), (int)tokens, (int)p.key_width, false, [&](int i, int d) {
     Vec sum = (Vec){};
     for (long h = first; h < first + group; h++) sum += load((const float*)row_at(from, b, t + i, h) + d);
     return sum;

@@ -88,7 +88,8 @@ KCP_INLINE void stream_row(char* to, const char* from, long bytes) {
   for (; at + size <= bytes; at += size) stream((float*)(to + at), load((const float*)(from + at)));
   copy_ragged(to + at, from + at, bytes - at);
 }
-// row <- value(row, column); only the first `width` columns are written. streamed: the tensors are too large for the caches
+// row <- value(row, column); only the first `width` columns are written. streamed: the tensors are too large for the caches;
+// value() is then asked for vectors at any column, up to kLanes - 1 columns past the width.
 template <int dtype, class Value>
 KCP_INLINE void store_rows_as(char* to, long stride, int rows, int width, bool streamed, Value value) {
   typedef typename Storage<dtype>::Element E;
@@ -96,6 +97,14 @@ KCP_INLINE void store_rows_as(char* to, long stride, int rows, int width, bool s
   for (int i = 0; i < rows; i++) {
     alignas(64) E buffer[kMaxWidth];
     E* row = (E*)(to + i * stride);
+    if (dtype == kFloat32 && streamed) {  // the columns are shifted so that whole vectors meet whole cache lines
+      int d = -((uintptr_t)row / sizeof(E)) & (kLanes - 1);
+      if (d > width) d = width;
+      if (d) Storage<dtype>::put(buffer, value(i, 0)), copy_ragged((char*)row, (const char*)buffer, d * sizeof(E));
+      for (; d + kLanes <= width; d += kLanes) stream((float*)(row + d), value(i, d));
+      if (d < width) Storage<dtype>::put(buffer, value(i, d)), copy_ragged((char*)(row + d), (const char*)buffer, (width - d) * sizeof(E));
+      continue;
+    }
     E* at = streamed ? buffer : row;
     for (int d = 0; d < whole; d += kLanes) Storage<dtype>::put(at + d, value(i, d));
     if (whole < width) {

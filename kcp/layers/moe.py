@@ -1,0 +1,145 @@
+"""Mixture of experts with a sigmoid router (Kimi Linear report; DeepSeek-V3's router with a correction bias).
+
+s = sigmoid(x W_g)                            scores; the bias only decides who is chosen
+chosen = top-k of s + bias within the best ``topk_group`` of ``num_expert_group`` groups (a group's worth: its two best)
+weight_e = s_e (/ sum of the chosen s with ``renormalize``) * routed_scaling_factor
+y = sum_e weight_e SwiGLU_e(x) + SwiGLU_shared(x)
+"""
+
+from dataclasses import dataclass
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.common.initializer import Normal, initializer
+
+from kcp.layers.linear import Linear
+from kcp.layers.mlp import SwiGLU
+from kcp.ops import numerics
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Configuration of :class:`SparseMoe`.
+
+    Attributes:
+        hidden_size: width D; intermediate_size: width inside an expert.
+        num_experts: routed experts E; num_experts_per_token: chosen per token; num_shared_experts: width of the shared one in experts.
+        num_expert_group, topk_group: groups of experts, and how many of them may be chosen from.
+        renormalize: the chosen scores add up to one before scaling.
+        routed_scaling_factor: factor of the routed experts' sum.
+        initializer_range: standard deviation of the start.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_token: int
+    num_shared_experts: int = 1
+    num_expert_group: int = 1
+    topk_group: int = 1
+    renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    initializer_range: float = 0.02
+
+    def __post_init__(self):
+        for name in ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token", "num_expert_group", "topk_group"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; allowed: an integer >= 1")
+        if self.num_experts % self.num_expert_group:
+            raise ValueError(f"num_experts is {self.num_experts}; allowed: a multiple of num_expert_group={self.num_expert_group}")
+        if self.topk_group > self.num_expert_group:
+            raise ValueError(f"topk_group is {self.topk_group}; allowed: at most num_expert_group={self.num_expert_group}")
+        reachable = self.num_experts // self.num_expert_group * self.topk_group
+        if self.num_experts_per_token > reachable:
+            raise ValueError(
+                f"num_experts_per_token is {self.num_experts_per_token}; allowed: at most {reachable}, the experts of topk_group groups"
+            )
+
+
+class Router(nn.Cell):
+    """Weights of the experts for every token.
+
+    Inputs:
+        x ``[N, D]``.
+
+    Outputs:
+        ``(weights [N, E] float32, zero where an expert is not chosen; load [E], the fraction of tokens that chose each expert)``.
+
+    Parameters: ``weight [E, D]``, ``e_score_correction_bias [E]`` (not trained by gradients).
+    """
+
+    def __init__(self, config: MoeConfig):
+        super().__init__()
+        self.config = config
+        shape = (config.num_experts, config.hidden_size)
+        self.weight = ms.Parameter(initializer(Normal(sigma=config.initializer_range), shape, ms.float32), name="weight")
+        bias = initializer("zeros", (config.num_experts,), ms.float32)
+        self.e_score_correction_bias = ms.Parameter(bias, name="e_score_correction_bias", requires_grad=False)
+        self.product = ops.MatMul(transpose_b=True)
+
+    def construct(self, x):
+        c = self.config
+        scores = numerics.sigmoid(self.product(ops.cast(x, ms.float32), self.weight))
+        ranked = ops.stop_gradient(scores) + self.e_score_correction_bias
+        if c.num_expert_group > 1:
+            grouped = ranked.reshape((-1, c.num_expert_group, c.num_experts // c.num_expert_group))
+            worth = ops.topk(grouped, min(2, c.num_experts // c.num_expert_group))[0].sum(-1)
+            allowed = self._chosen(worth, c.topk_group, c.num_expert_group)
+            allowed = ops.broadcast_to(ops.expand_dims(allowed, -1), grouped.shape).reshape(ranked.shape)
+            ranked = ranked * allowed - 1e30 * (1.0 - allowed)
+        chosen = self._chosen(ranked, c.num_experts_per_token, c.num_experts)
+        weights = scores * chosen
+        if c.renormalize:
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        return weights * c.routed_scaling_factor, chosen.mean(0)
+
+    @staticmethod
+    def _chosen(values, count, size):
+        """``[N, size]`` of zeros and ones: the ``count`` largest of each row."""
+        index = ops.topk(values, count)[1]
+        return ops.stop_gradient(ops.one_hot(index, size, ms.Tensor(1.0, ms.float32), ms.Tensor(0.0, ms.float32)).sum(1))
+
+
+class Expert(nn.Cell):
+    """SwiGLU with the checkpoint's names: ``w1`` gate, ``w3`` up, ``w2`` down."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, init_std: float):
+        super().__init__()
+        self.w1 = Linear(hidden_size, intermediate_size, init_std=init_std)
+        self.w2 = Linear(intermediate_size, hidden_size, init_std=init_std)
+        self.w3 = Linear(hidden_size, intermediate_size, init_std=init_std)
+
+    def construct(self, x):
+        gate = ops.cast(self.w1(x), ms.float32)
+        return self.w2(ops.cast(numerics.silu(gate), x.dtype) * self.w3(x))
+
+
+class SparseMoe(nn.Cell):
+    """Routed and shared experts. Every expert sees every token and is weighted by the router (zero where it is not chosen).
+
+    Inputs:
+        x ``[B, T, D]``.
+
+    Outputs:
+        ``[B, T, D]``, the dtype of x.
+    """
+
+    def __init__(self, config: MoeConfig):
+        super().__init__()
+        self.num_experts, self.hidden_size = config.num_experts, config.hidden_size
+        self.gate = Router(config)
+        experts = [Expert(config.hidden_size, config.intermediate_size, config.initializer_range) for _ in range(config.num_experts)]
+        self.experts = nn.CellList(experts)
+        self.has_shared = config.num_shared_experts > 0
+        if self.has_shared:
+            width = config.intermediate_size * config.num_shared_experts
+            self.shared_experts = SwiGLU(config.hidden_size, width, config.initializer_range)
+
+    def construct(self, x):
+        flat = x.reshape((-1, self.hidden_size))
+        weights, _ = self.gate(flat)
+        y = self.shared_experts(flat) if self.has_shared else flat * 0.0
+        for e in range(self.num_experts):
+            y = y + self.experts[e](flat) * ops.cast(weights[:, e : e + 1], x.dtype)
+        return y.reshape(x.shape)
