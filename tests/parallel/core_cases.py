@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mindspore as ms
 import numpy as np
@@ -15,6 +15,8 @@ from kcp.parallel import CpGroup
 
 TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
 INPUTS = TOKEN_INPUTS + ("a_log", "dt_bias", "initial_state")
+STRATEGIES = ("ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid")
+SCANS = STRATEGIES[1:]  # those that carry states across ranks
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class CoreProblem:
         for name in (*TOKEN_INPUTS, "out"):
             truth[name] = truth[name].reshape((self.batch, sum(self.lengths)) + truth[name].shape[2:])
         return truth
+
+    def one_device(self) -> CoreProblem:
+        """The same call on one rank that holds all tokens."""
+        return replace(self, lengths=(sum(self.lengths),), strategy="none")
 
     def rank_tensors(self, rank: int) -> dict[str, Tensor]:
         """What rank ``rank`` holds; every rank puts an equal part of the final state's gradient into the loss."""
