@@ -93,7 +93,10 @@ CASES = [
         "paralel_config: unknown section, MindFormers would ignore it; did you mean parallel_config?",
     ),
     # values
-    ({f"{M}.kda_cp_strategy": "uleses"}, f"{M}.kda_cp_strategy = 'uleses': one of none, ulysses, state_scan is needed"),
+    (
+        {f"{M}.kda_cp_strategy": "uleses"},
+        f"{M}.kda_cp_strategy = 'uleses': one of none, ulysses, state_scan, ptp_chain, ptp_tree, hybrid, auto is needed",
+    ),
     ({f"{M}.kda_chunk_size": 48}, f"{M}.kda_chunk_size = 48: one of 16, 32, 64 is needed"),
     ({f"{M}.kda_chunk_size": True}, f"{M}.kda_chunk_size = True: one of 16, 32, 64 is needed"),
     ({f"{M}.kda_lower_bound": -6}, f"{M}.kda_lower_bound = -6.0: a number in [-5, 0) is needed"),

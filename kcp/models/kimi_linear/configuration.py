@@ -47,7 +47,8 @@ class KimiLinearConfig(PretrainedConfig):
         tie_word_embeddings: Whether the output projection is the embedding table.
         seq_length: Tokens of a training sample, over all context-parallel ranks.
         compute_dtype: Dtype of activations; parameters are float32.
-        kda_cp_strategy: ``none``, ``ulysses`` or ``state_scan``: how KDA crosses the ranks.
+        kda_cp_strategy: how KDA crosses the ranks, a strategy of :class:`~kcp.layers.kda_core.KdaCoreConfig`; ``auto`` plans for
+            ``seq_length``.
         mla_cp_strategy: ``none``, ``ulysses`` or ``latent_gather``: how MLA crosses the ranks; None means ``latent_gather`` over several.
         kda_disable_recompute: True keeps the chunk caches for the backward; False computes them again.
         kda_safe_gate: True for the lower-bound gate, False for the softplus gate.
