@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
 from dataclasses import replace
 
 PLAN_HELP = """\
@@ -39,10 +41,11 @@ summaries (default)
   grow with W. --decay is the largest log decay of a rank: near 0 the transitions
   hardly shrink anything, which is the hardest case.
 core
-  ShortConv's halo and KdaCore, forward and backward, as W ranks in lockstep (W up
-  to 64), against the same on one rank, in float32. A whole layer would need automatic
-  differentiation of several ranks in one process, which MindSpore does not have;
-  projections and norms, left out here, act on each token alone.
+  ShortConv's halo and KdaCore, forward and backward, as W ranks in lockstep (W
+  up to 64), against the same on one rank, in float32. Not a whole layer: that
+  would need automatic differentiation of several ranks in one process, which
+  MindSpore does not have. What is left out (projections, the convolution's taps,
+  norms) acts on each token and its halo alone.
 
 examples:
   kcp simulate --ranks 1024
@@ -66,9 +69,7 @@ def add_commands(commands, style: dict) -> None:
     simulate.add_argument("--ranks", type=_count, default=8, metavar="W", help="ranks (default: %(default)s)")
     simulate.add_argument("--heads", type=_count, default=2, metavar="H", help="heads (default: %(default)s)")
     simulate.add_argument("--width", type=_count, default=32, metavar="K", help="head width, K and V (default: %(default)s)")
-    simulate.add_argument(
-        "--decay", type=_number, default=0.01, metavar="A", help="largest decay (default: %(default)s)"
-    )
+    simulate.add_argument("--decay", type=_number, default=0.01, metavar="A", help="largest decay (default: %(default)s)")
     simulate.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
     core = simulate.add_argument_group("core")
     core.add_argument("--strategy", default="state_scan", metavar="NAME", help="strategy (default: %(default)s)")
@@ -150,15 +151,17 @@ def plan_text(sizes, machine, configured: str) -> str:
 
 def run_simulate(options: argparse.Namespace) -> int:
     """Print what ``kcp simulate`` found."""
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings would hide the table
+    import mindspore as ms
+
     from kcp.parallel.simulate import MOST_CORE_RANKS, MOST_RANKS, core_errors, summary_errors
+
+    ms.set_device("CPU")
+    ms.runtime.launch_blocking()
 
     most = MOST_RANKS if options.what == "summaries" else MOST_CORE_RANKS
     if options.ranks > most:
         return _refuse(f"--ranks is {options.ranks}; allowed for {options.what}: at most {most}")
-    import mindspore as ms
-
-    ms.set_device("CPU")
-    ms.runtime.launch_blocking()
     try:
         if options.what == "summaries":
             rows = summary_errors(options.ranks, options.heads, options.width, options.decay, options.seed)
@@ -180,8 +183,6 @@ def run_simulate(options: argparse.Namespace) -> int:
 
 
 def _refuse(*lines: str) -> int:
-    import sys
-
     for line in lines:
         print(f"kcp: error: {line}", file=sys.stderr)
     return 2
