@@ -23,7 +23,7 @@ from kcp import config_checks
 from kcp.config_checks import LOADER
 from kcp.config_fields import Problems, Section, nearest, show
 
-STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid")
+STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid", "auto")
 DEVICES = ("CPU", "Ascend")
 DTYPES = ("float32", "float16", "bfloat16")
 CHUNK_SIZES = (16, 32, 64)

@@ -95,7 +95,7 @@ CASES = [
     # values
     (
         {f"{M}.kda_cp_strategy": "uleses"},
-        f"{M}.kda_cp_strategy = 'uleses': one of none, ulysses, state_scan, ptp_chain, ptp_tree, hybrid is needed",
+        f"{M}.kda_cp_strategy = 'uleses': one of none, ulysses, state_scan, ptp_chain, ptp_tree, hybrid, auto is needed",
     ),
     ({f"{M}.kda_chunk_size": 48}, f"{M}.kda_chunk_size = 48: one of 16, 32, 64 is needed"),
     ({f"{M}.kda_chunk_size": True}, f"{M}.kda_chunk_size = True: one of 16, 32, 64 is needed"),
