@@ -274,7 +274,8 @@ def describe(args, tokens, lengths):
         "sequences": len(lengths),
         "length_min": min(lengths), "length_median": statistics.median(lengths), "length_max": max(lengths),
         "threads": args.threads or os.environ.get("KCP_NUM_THREADS", "default"), "warm_up": args.warm_up, "rounds": args.rounds,
-        "recompute": args.recompute, "measured": "the whole chunk_kda call from Python", "clock": "cpu" if args.cpu_time else "elapsed", "load": os.getloadavg()[0],
+        "recompute": args.recompute, "measured": "the whole chunk_kda call from Python", "clock": "cpu" if args.cpu_time else "elapsed",
+        "load": os.getloadavg()[0],
     }  # fmt: skip
 
 
