@@ -8,7 +8,6 @@ from mindspore import Tensor
 from kcp.ops import backends
 from kcp.parallel import CpGroup, lockstep
 
-
 CHUNKS = {"composite": 16, "native": 64}  # the native kernels' chunk is always 64
 
 
