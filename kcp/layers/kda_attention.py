@@ -31,7 +31,7 @@ class KdaAttentionConfig:
         conv_bias: whether they have a bias.
         gate_bias: whether the output gate's second projection has a bias (FLA's layer has, Kimi-Linear's checkpoints have not).
         safe_gate, lower_bound, allow_neg_eigval, chunk_size, disable_recompute, strategy, keep_transitions, reduce_replicated_grads,
-            ptp_head_groups, hybrid_ulysses_degree: as in :class:`KdaCoreConfig`.
+            ptp_head_groups, hybrid_ulysses_degree, plan_tokens, plan_packed: as in :class:`KdaCoreConfig`.
         norm_eps: epsilon of the output's RMSNorm.
         initializer_range: standard deviation of the projections' start.
     """
@@ -56,6 +56,8 @@ class KdaAttentionConfig:
     reduce_replicated_grads: str = "trainer"
     ptp_head_groups: int | None = None
     hybrid_ulysses_degree: int | None = None
+    plan_tokens: int | None = None
+    plan_packed: bool = False
 
     def __post_init__(self):
         for name in ("hidden_size", "conv_size"):
@@ -83,6 +85,8 @@ class KdaAttentionConfig:
             reduce_replicated_grads=self.reduce_replicated_grads,
             ptp_head_groups=self.ptp_head_groups,
             hybrid_ulysses_degree=self.hybrid_ulysses_degree,
+            plan_tokens=self.plan_tokens,
+            plan_packed=self.plan_packed,
         )
 
 

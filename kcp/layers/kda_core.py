@@ -26,10 +26,10 @@ from kcp.parallel.boundaries import (
     flat_tensor_rows,
     host_rows,
 )
+from kcp.parallel.degrees import head_groups
 from kcp.parallel.gradients import REDUCE_CHOICES
 from kcp.parallel.group import CpGroup
-from kcp.parallel.ptp_chain import head_groups
-from kcp.parallel.strategies import STRATEGIES, Call, build, check_strategy, split_for
+from kcp.parallel.strategies import STRATEGIES, Call, build, check_strategy, resolve_auto, split_for
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class KdaCoreConfig:
         num_v_heads: value heads Hv, a multiple of Hk; None: Hk.
         head_dim: key width K <= 256.
         v_head_dim: value width V <= 256; None: K.
-        strategy: ``"none"`` (one rank), ``"ulysses"``, ``"state_scan"``, ``"ptp_chain"``, ``"ptp_tree"`` or ``"hybrid"``.
+        strategy: ``"none"`` (one rank), ``"ulysses"``, ``"state_scan"``, ``"ptp_chain"``, ``"ptp_tree"``, ``"hybrid"``; ``"auto"``: the
+            cheapest by :mod:`kcp.parallel.plan`, chosen when the core is built (its ``config`` then says which).
         scale: factor of the scores; None: K^-1/2.
         safe_gate, lower_bound, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, epsilon,
         chunk_size, disable_recompute, state_v_first: as in :func:`kcp.ops.chunk_kda`.
@@ -50,6 +51,8 @@ class KdaCoreConfig:
         ptp_head_groups: in how many groups of heads ptp_chain passes states on, a divisor of num_heads; None: the largest up to 8.
         hybrid_ulysses_degree: consecutive ranks that exchange heads under hybrid, a divisor of the group's size and of both head counts;
             None: the largest.
+        plan_tokens: tokens of a whole sequence that ``"auto"`` plans for; None: 4,096 a rank.
+        plan_packed: whether ``"auto"`` plans for document boundaries that a graph learns at run time.
         reduce_replicated_grads: who sums the gradients of a_log and dt_bias over the group, ``"trainer"`` or ``"kcp"``.
     """
 
@@ -73,6 +76,8 @@ class KdaCoreConfig:
     reduce_replicated_grads: str = "trainer"
     ptp_head_groups: int | None = None
     hybrid_ulysses_degree: int | None = None
+    plan_tokens: int | None = None
+    plan_packed: bool = False
 
     def __post_init__(self):
         if self.num_v_heads is None:
@@ -90,7 +95,8 @@ class KdaCoreConfig:
         check_chunk_size(self.chunk_size)
         check_lower_bound(self.lower_bound)
         check_flag("keep_transitions", self.keep_transitions)
-        for name in ("ptp_head_groups", "hybrid_ulysses_degree"):
+        check_flag("plan_packed", self.plan_packed)
+        for name in ("ptp_head_groups", "hybrid_ulysses_degree", "plan_tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} is {value!r}; allowed: None or an integer >= 1")
@@ -182,6 +188,7 @@ class KdaCore(nn.Cell):
     def __init__(self, config: KdaCoreConfig, group: CpGroup | None = None):
         super().__init__()
         group = CpGroup.single() if group is None else group
+        config = resolve_auto(config, group)
         check_strategy(config, group)
         self.config = config
         self.group = group

@@ -14,20 +14,6 @@ from kcp.parallel.subgroups import part
 from kcp.parallel.ulysses import Ulysses
 
 
-def hybrid_degree(size: int, wanted: int | None, **heads: int) -> int:
-    """Ulysses degree: as configured, else the largest that divides the group's size and every head count.
-
-    Raises:
-        ValueError: the configured degree divides one of them not.
-    """
-    if wanted is None:
-        return max(n for n in range(1, size + 1) if size % n == 0 and all(count % n == 0 for count in heads.values()))
-    for name, count in (("the group's size", size), *heads.items()):
-        if count % wanted:
-            raise ValueError(f"hybrid_ulysses_degree is {wanted}; allowed: a divisor of {name} {count}")
-    return wanted
-
-
 def split_group(group: CpGroup, degree: int) -> tuple[CpGroup, CpGroup]:
     """``(inner, outer)`` groups of this rank; every rank of ``group`` must call it."""
     block, inner = group.rank // degree, group.rank % degree

@@ -13,6 +13,7 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from kcp.parallel.group import CpGroup
+from kcp.parallel.traffic import Traffic, payload_bytes
 
 
 class _Hub:
@@ -94,48 +95,67 @@ class LockstepCollectives:
         rank: this rank within the group.
         members: the group's ranks in the run; None: all of them.
         point_to_point: False: behave as in a graph, where point to point goes by rounds.
+        traffic: record that this rank fills; None: a new one. Rounds alone move more than their payload here.
     """
 
-    def __init__(self, hub: _Hub, rank: int, members: Sequence[int] | None = None, point_to_point: bool = True):
+    def __init__(
+        self,
+        hub: _Hub,
+        rank: int,
+        members: Sequence[int] | None = None,
+        point_to_point: bool = True,
+        traffic: Traffic | None = None,
+    ):
         self.hub = hub
         self.rank = rank
         self.members = tuple(range(hub.size) if members is None else members)
         self.size = len(self.members)
         self.point_to_point = point_to_point
         self.count = 0
+        self.traffic = Traffic() if traffic is None else traffic
 
     def _meet(self, kind: str, x: Tensor) -> list[Tensor]:
         self.count += 1
         return self.hub.meet(self.members, self.members[self.rank], self.count, f"{kind} {tuple(x.shape)} {x.dtype}", x)
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def _received(self, purpose: str, shape: tuple, dtype, logical: int, physical: int) -> None:
+        size = payload_bytes(shape, dtype)
+        self.traffic.add(purpose, logical * size, physical * size)
+
+    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
+        self._received(purpose, x.shape, x.dtype, self.size - 1, self.size - 1)
         return ops.stack(tuple(self._meet("all_gather", x)), 0)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
+        self._received(purpose, x.shape, x.dtype, 1, 1)
         parts = self._meet("all_reduce", x)
         total = parts[0]
         for part in parts[1:]:
             total = total + part
         return total
 
-    def all_to_all(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor, purpose: str) -> Tensor:
+        self._received(purpose, x.shape[1:], x.dtype, self.size - 1, self.size - 1)
         return ops.stack(tuple(part[self.rank] for part in self._meet("all_to_all", x)), 0)
 
     def has_point_to_point(self, compiled: bool) -> bool:
         return self.point_to_point
 
-    def send(self, x: Tensor, target: int) -> None:
+    def send(self, x: Tensor, target: int, purpose: str) -> None:
+        self._received(purpose, x.shape, x.dtype, 0, 0)
         self.hub.send(self.members[self.rank], self.members[target], f"{tuple(x.shape)} {x.dtype}", x)
 
-    def recv(self, shape: tuple, source: int) -> Tensor:
+    def recv(self, shape: tuple, source: int, purpose: str) -> Tensor:
+        self._received(purpose, shape, ms.float32, 1, 1)
         return self.hub.recv(self.members[self.rank], self.members[source], f"{tuple(shape)} {ms.float32}")
 
-    def round(self, x: Tensor, source: int) -> Tensor:
+    def round(self, x: Tensor, source: int, purpose: str) -> Tensor:
+        self._received(purpose, x.shape, x.dtype, int(source != self.rank), self.size - 1)
         return self._meet("round", x)[source]
 
     def subgroup(self, ranks: Sequence[int]) -> "LockstepCollectives":
         members = [self.members[r] for r in ranks]
-        return LockstepCollectives(self.hub, list(ranks).index(self.rank), members, self.point_to_point)
+        return LockstepCollectives(self.hub, list(ranks).index(self.rank), members, self.point_to_point, self.traffic)
 
 
 def run(

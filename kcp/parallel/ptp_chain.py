@@ -38,22 +38,9 @@ from kcp.parallel.documents import (
     placed,
 )
 from kcp.parallel.gradients import reduce_gate_parameters
+from kcp.parallel.traffic import FINAL_STATE, INITIAL_STATE, STATE
 
 WORK, RECV = chain.WORK, chain.RECV
-MOST_GROUPS = 8
-
-
-def head_groups(num_heads: int, wanted: int | None) -> int:
-    """Number of head groups: as configured, else the largest divisor of the key heads up to 8.
-
-    Raises:
-        ValueError: the configured number does not divide the key heads.
-    """
-    if wanted is None:
-        return max(n for n in range(1, MOST_GROUPS + 1) if num_heads % n == 0)
-    if num_heads % wanted:
-        raise ValueError(f"ptp_head_groups is {wanted}; allowed: a divisor of num_heads={num_heads}")
-    return wanted
 
 
 class RowParts:
@@ -181,14 +168,13 @@ class PtpChain:
     def _message(self, step, payload, target, source, received):
         """A step of point to point; returns what was received so far."""
         if step[0] == RECV:
-            return received + (self.group.collectives.recv(payload.shape, source),)
-        self.group.collectives.send(payload, target)
+            return received + (self.group.collectives.recv(payload.shape, source, STATE),)
+        self.group.collectives.send(payload, target, STATE)
         return received
 
     def _round(self, step, payload, tied, source, received):
         """One round; returns ``(what was received so far, what comes next is tied to)``."""
-        source = source if 0 <= source < self.group.size else self.group.rank
-        arrived = self.group.collectives.round(ops.depend(payload, tied), source)
+        arrived = self.group.collectives.round(ops.depend(payload, tied), source if step[4] >= 0 else self.group.rank, STATE)
         return (received + (arrived,) if step[4] >= 0 else received), arrived
 
     # ---- forward
@@ -246,7 +232,7 @@ class PtpChain:
         if self.any_empty:
             final_state = final_state + states * self._empty(index)
         if output_final_state:
-            final_state = self.group.collectives.all_reduce(ops.depend(final_state, out))
+            final_state = self.group.collectives.all_reduce(ops.depend(final_state, out), FINAL_STATE)
             out = ops.depend(out, final_state)
         return out, transpose_state(final_state, self.state_v_first), saved
 
@@ -339,7 +325,7 @@ class PtpChain:
         index = self._index(cu)
         shape = (self.first_document[self.num_rows], v.shape[2], q.shape[3], v.shape[3])
         if d_final is not None:
-            grads = transpose_state(collectives.all_reduce(d_final), self.state_v_first)
+            grads = transpose_state(collectives.all_reduce(d_final, FINAL_STATE), self.state_v_first)
         else:
             grads = ops.depend(ops.zeros(shape, ms.float32), q)
         inputs = (q, k, v, g, beta, a_log, dt_bias)
@@ -359,7 +345,7 @@ class PtpChain:
         if self.has_initial_state:
             if self.any_empty:
                 dh0 = dh0 + grads * self._empty(index)
-            dh0 = collectives.all_reduce(ops.depend(dh0, dq))
+            dh0 = collectives.all_reduce(ops.depend(dh0, dq), INITIAL_STATE)
             dq = ops.depend(dq, dh0)
             dh0 = transpose_state(dh0, self.state_v_first)
         else:

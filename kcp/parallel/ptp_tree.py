@@ -13,29 +13,9 @@ import mindspore as ms
 from mindspore import ops
 
 from kcp.parallel import summary
+from kcp.parallel.degrees import tree_rounds
 from kcp.parallel.state_scan import StateScan
-
-
-def tree_rounds(position: int, size: int) -> tuple:
-    """What the rank at ``position`` does: ``(sends to or -1, sends a state, receives from or -1, receives a state, goes on)`` a round.
-
-    Ranks are named by position; a state is a summary that reaches back to position 0; ``goes on``: the rank's own summary, with what it
-    received, is sent again.
-    """
-    out, distance = [], 1
-    while distance < size:
-        target, source = position + distance, position - distance
-        out.append(
-            (
-                target if target < size else -1,
-                position < distance,
-                source if source >= 0 else -1,
-                0 <= source < distance,
-                position + 2 * distance < size,
-            )
-        )
-        distance *= 2
-    return tuple(out)
+from kcp.parallel.traffic import STATE
 
 
 def _compose(later, earlier):
@@ -68,15 +48,15 @@ class PtpTree(StateScan):
             arrived = None
             if self.point_to_point:
                 if target >= 0:
-                    collectives.send(mine[..., :value_width] * 1.0 if sends_state else mine, to)
+                    collectives.send(mine[..., :value_width] * 1.0 if sends_state else mine, to, STATE)
                 if source >= 0:
                     shape = own.shape[:-1] + (value_width if receives_state else own.shape[-1],)
-                    arrived = collectives.recv(shape, origin)
+                    arrived = collectives.recv(shape, origin, STATE)
             else:
                 payload = mine
                 if mine.shape[-1] == value_width:
                     payload = ops.concat((mine, ops.zeros(own[..., value_width:].shape, ms.float32)), -1)
-                tied = collectives.round(ops.depend(payload, tied), origin if source >= 0 else self.group.rank)
+                tied = collectives.round(ops.depend(payload, tied), origin if source >= 0 else self.group.rank, STATE)
                 arrived = tied[..., :value_width] if receives_state else tied
             if source >= 0:
                 before = arrived if before is None else _compose(before, arrived)

@@ -33,6 +33,7 @@ from kcp.parallel.documents import (
     placed,
 )
 from kcp.parallel.gradients import reduce_gate_parameters
+from kcp.parallel.traffic import FINAL_STATE, INITIAL_STATE, STATE
 
 
 @ms.jit_class
@@ -93,7 +94,7 @@ class StateScan:
 
     def _exchange_forward(self, own, value_width):
         """``(state that crosses into this rank, transitions to keep, what later exchanges are tied to)``."""
-        gathered = self.group.collectives.all_gather(own)
+        gathered = self.group.collectives.all_gather(own, STATE)
         crossing = own[..., :value_width]
         if self.documents.any_continues:
             crossing = summary.prefix(gathered, self.group.rank, ops.zeros(crossing.shape, ms.float32))
@@ -101,7 +102,7 @@ class StateScan:
 
     def _exchange_backward(self, own, transitions, value_width):
         """``(state gradient that crosses into this rank, what later exchanges are tied to)``; transitions as kept, or None."""
-        gathered = self.group.collectives.all_gather(own)
+        gathered = self.group.collectives.all_gather(own, STATE)
         crossing = own[..., :value_width]
         if self.documents.any_open:
             d_m = gathered[..., value_width:] if transitions is None else ops.swapaxes(transitions, -1, -2)
@@ -136,7 +137,7 @@ class StateScan:
         if docs.any_empty:
             final_state = final_state + states * index[EMPTY]
         if output_final_state:
-            final_state = self.group.collectives.all_reduce(ops.depend(final_state, out))
+            final_state = self.group.collectives.all_reduce(ops.depend(final_state, out), FINAL_STATE)
             out = ops.depend(out, final_state)
         boundary = (h0, transitions) if self.keep_transitions else (h0,)
         return self._unflat(out), transpose_state(final_state, self.state_v_first), boundary + saved
@@ -172,7 +173,7 @@ class StateScan:
         tied = q
         q, k, v, g, beta = self._flat(ops.depend(q, tied)), self._flat(k), self._flat(v), self._flat(g), self._flat(beta)
         if d_final is not None:
-            grads = transpose_state(collectives.all_reduce(d_final), self.state_v_first)
+            grads = transpose_state(collectives.all_reduce(d_final, FINAL_STATE), self.state_v_first)
         else:
             grads = ops.depend(ops.zeros(shape, ms.float32), tied)
         caches, opened, d_ends = (), (), grads[:1]
@@ -200,7 +201,7 @@ class StateScan:
         if self.has_initial_state:
             if docs.any_empty:
                 dh0 = dh0 + grads * index[EMPTY]
-            dh0 = collectives.all_reduce(ops.depend(dh0, dq))
+            dh0 = collectives.all_reduce(ops.depend(dh0, dq), INITIAL_STATE)
             dq = ops.depend(dq, dh0)
             dh0 = transpose_state(dh0, self.state_v_first)
         else:

@@ -1,18 +1,23 @@
 """The strategies by name: what they allow, and how each is built for a call whose shapes are known."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import mindspore as ms
 
 from kcp.ops.options import KdaOptions
+from kcp.parallel import plan
 from kcp.parallel.boundaries import flat_rows
+from kcp.parallel.degrees import check_heads, head_groups, hybrid_degree
 from kcp.parallel.documents import HostDocuments, TensorDocuments
 from kcp.parallel.group import CpGroup
-from kcp.parallel.hybrid import Hybrid, hybrid_degree, split_group
-from kcp.parallel.ptp_chain import PtpChain, RowParts, head_groups
+from kcp.parallel.hybrid import Hybrid, split_group
+from kcp.parallel.ptp_chain import PtpChain, RowParts
 from kcp.parallel.ptp_tree import PtpTree
 from kcp.parallel.state_scan import StateScan
-from kcp.parallel.ulysses import Ulysses, check_heads
+from kcp.parallel.ulysses import Ulysses
 
-STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid")
+STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid", "auto")
+PLAN_TOKENS = 4096  # a rank's, where auto is not told
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,24 @@ class Call:
     documents_per_row: int
     has_initial_state: bool
     compiled: bool
+
+
+def resolve_auto(config, group: CpGroup):
+    """The configuration with ``"auto"`` replaced by what :func:`kcp.parallel.plan.choose` takes; the same on every rank.
+
+    Sizes are ``config.plan_tokens`` and the heads, the machine is MindSpore's device and execution mode as they are now (under ``ms.jit``
+    in PyNative mode the strategy is planned for PyNative).
+    """
+    if config.strategy != "auto":
+        return config
+    sizes = plan.Sizes(
+        group.size, 1, config.plan_tokens or PLAN_TOKENS * group.size, config.num_heads, config.num_v_heads, config.head_dim,
+        config.v_head_dim, packed=config.plan_packed, chunk_size=config.chunk_size, disable_recompute=config.disable_recompute,
+        keep_transitions=config.keep_transitions, ptp_head_groups=config.ptp_head_groups,
+        hybrid_ulysses_degree=config.hybrid_ulysses_degree,
+    )  # fmt: skip
+    machine = plan.machine_of(ms.get_context("device_target"), ms.get_context("mode") == ms.GRAPH_MODE)
+    return replace(config, strategy=plan.choose(sizes, machine).strategy)
 
 
 def check_strategy(config, group: CpGroup) -> None:

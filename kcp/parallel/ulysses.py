@@ -12,13 +12,7 @@ from mindspore.ops import constexpr
 
 from kcp.parallel.boundaries import flat_tensor_rows
 from kcp.parallel.gradients import reduce_gate_parameters
-
-
-def check_heads(size: int, **heads: int) -> None:
-    """Refuse head counts that the group's size does not divide."""
-    for name, count in heads.items():
-        if count % size:
-            raise ValueError(f"{name} is {count}; allowed under ulysses: a multiple of the group's size {size}")
+from kcp.parallel.traffic import FINAL_STATE, HEADS, INITIAL_STATE
 
 
 def sequence_to_heads(x: Tensor, group) -> Tensor:
@@ -29,7 +23,7 @@ def sequence_to_heads(x: Tensor, group) -> Tensor:
         x = ops.concat((x, ops.zeros((x.shape[0], longest - x.shape[1]) + x.shape[2:], x.dtype)), 1)
     shape = x.shape
     x = x.reshape((shape[0], longest, group.size, shape[2] // group.size) + shape[3:])
-    received = group.collectives.all_to_all(ops.transpose(x, _axis_first(2, x.ndim)))
+    received = group.collectives.all_to_all(ops.transpose(x, _axis_first(2, x.ndim)), HEADS)
     parts = []
     for r in range(group.size):
         parts.append(received[r][:, : lengths[r]])
@@ -47,7 +41,7 @@ def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
             piece = ops.concat((piece, ops.zeros((x.shape[0], longest - lengths[r]) + x.shape[2:], x.dtype)), 1)
         pieces.append(piece)
         begin += lengths[r]
-    received = group.collectives.all_to_all(ops.stack(tuple(pieces), 0))
+    received = group.collectives.all_to_all(ops.stack(tuple(pieces), 0), HEADS)
     heads = []
     for r in range(group.size):
         heads.append(received[r][:, :local_tokens])
@@ -187,9 +181,9 @@ class Ulysses:
             initial_state = initial_state[:, begin:end]
         return a_log, dt_bias, initial_state
 
-    def _gather_heads(self, state):
+    def _gather_heads(self, state, purpose):
         """``[N, H / W, ...] -> [N, H, ...]`` on every rank."""
-        parts = self.group.collectives.all_gather(state)
+        parts = self.group.collectives.all_gather(state, purpose)
         heads = []
         for r in range(self.group.size):
             heads.append(parts[r])
@@ -225,7 +219,7 @@ class Ulysses:
         inputs = self._exchange_in(q, k, v, g, beta, a_log, dt_bias, initial_state)
         out, final_state, saved = self._local_forward(inputs, cu, output_final_state)
         if output_final_state:
-            final_state = self._gather_heads(final_state)
+            final_state = self._gather_heads(final_state, FINAL_STATE)
             out = ops.depend(out, final_state)
         return heads_to_sequence(self._unflatten(out), self.group, local_tokens), final_state, inputs[:5] + saved
 
@@ -240,7 +234,7 @@ class Ulysses:
             if d_out is not None:
                 d_final = ops.depend(d_final, d_out)
             begin = self.group.rank * lv.shape[2]
-            d_final = self.group.collectives.all_reduce(d_final)[:, begin : begin + lv.shape[2]]
+            d_final = self.group.collectives.all_reduce(d_final, FINAL_STATE)[:, begin : begin + lv.shape[2]]
         inputs = (lq, lk, lv, lg, lbeta, a_log, dt_bias, initial_state)
         dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self._local_backward(inputs, cu, saved[5:], d_out, d_final)
         dq, dk, dv, dg, dbeta = (
@@ -258,6 +252,6 @@ class Ulysses:
             ddt_bias = self._spread_heads(ddt_bias).reshape(whole_bias)
         da_log, ddt_bias, dqk = reduce_gate_parameters(self.opts, da_log, ddt_bias, dqk, self.everyone, self.reduced_by)
         if self.opts.has_initial_state:
-            dh0 = self._gather_heads(ops.depend(dh0, dqk))
+            dh0 = self._gather_heads(ops.depend(dh0, dqk), INITIAL_STATE)
             dqk = ops.depend(dqk, dh0)
         return dqk[..., :width], dqk[..., width:], dv, dg, dbeta, da_log, ddt_bias, dh0

@@ -47,7 +47,8 @@ class KimiLinearConfig(PretrainedConfig):
         tie_word_embeddings: Whether the output projection is the embedding table.
         seq_length: Tokens of a training sample, over all context-parallel ranks.
         compute_dtype: Dtype of activations; parameters are float32.
-        kda_cp_strategy: ``none``, ``ulysses``, ``state_scan``, ``ptp_chain``, ``ptp_tree`` or ``hybrid``: how KDA crosses the ranks.
+        kda_cp_strategy: how KDA crosses the ranks, a strategy of :class:`~kcp.layers.kda_core.KdaCoreConfig`; ``auto`` plans for
+            ``seq_length``.
         kda_ptp_head_groups: In how many groups of heads ptp_chain passes states on, a divisor of ``linear_num_heads``; 0: the largest up
             to 8.
         kda_hybrid_ulysses_degree: Consecutive ranks that exchange heads under hybrid, a divisor of the ranks and the heads; 0: the largest.

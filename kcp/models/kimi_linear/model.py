@@ -43,6 +43,8 @@ def kda_attention_config(config: KimiLinearConfig) -> KdaAttentionConfig:
         disable_recompute=config.kda_disable_recompute,
         chunk_size=config.kda_chunk_size,
         initializer_range=config.initializer_range,
+        plan_tokens=config.seq_length,
+        plan_packed=ms.get_context("mode") == ms.GRAPH_MODE,
     )
 
 

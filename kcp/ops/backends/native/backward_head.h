@@ -56,8 +56,7 @@ KCP_NOINLINE void finish_chunk(const Problem& p, const Sequence& s, long head, l
   lane_sums(w.sums[1], c.rows, q_dq);
   lane_sums(w.sums[2], c.rows, k_dk);
   for (int i = 0; i < n; i++) {
-    const float beta = c.beta[i], slope = p.beta_sigmoid ? beta * (1.f - beta * (p.neg_eigval ? 0.5f : 1.f)) : 1.f;
-    store_scalar(row_at(p.dbeta, s.batch, t + i, head), p.dbeta.dtype, to_beta[i] * slope);
+    store_scalar(row_at(p.dbeta, s.batch, t + i, head), p.dbeta.dtype, to_beta[i] * (p.beta_sigmoid ? c.beta_slope[i] : 1.f));
   }
   // y = x rstd:  dx = rstd (dy - (dy . y) y)
   const float norm = p.l2norm ? 1.f : 0.f;

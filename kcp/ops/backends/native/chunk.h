@@ -39,7 +39,7 @@ struct alignas(64) Chunk {
   Rows<kHalf> k_near;                // rows 0..31 up to row 31: suf, times over1 in block 0
   Mat gate_slope, gate_slope_log;    // backward: d a / d raw gate, d a / d a_log
   float to[4][kMaxWidth], from[4][kMaxWidth], over1[kMaxWidth], over2[kMaxWidth], total[kMaxWidth];
-  float beta[kMaxChunk], q_rstd[kMaxChunk], k_rstd[kMaxChunk];
+  float beta[kMaxChunk], beta_slope[kMaxChunk], q_rstd[kMaxChunk], k_rstd[kMaxChunk];
   Rows<kMaxWidth, kLdT> k_T;         // transposed keys: [k_near (32) | k_suf of block 0 | k_suf of block 2]
   Rows<kMaxChunk, kMaxChunk> lower;  // L
   float square[kHalf][kHalf];
@@ -195,7 +195,9 @@ KCP_NOINLINE void prepare_chunk(const Problem& p, const Sequence& s, long head, 
   if (p.beta_sigmoid)
     for (int i = 0; i < c.rows; i += kLanes) {
       Vec t1;
-      store(c.beta + i, sigmoid(load(c.beta + i), t1) * (p.neg_eigval ? 2.f : 1.f));
+      const Vec s1 = sigmoid(load(c.beta + i), t1), effective = s1 * (p.neg_eigval ? 2.f : 1.f);
+      store(c.beta + i, effective);
+      store(c.beta_slope + i, effective * (t1 * s1));
     }
   for (int i = n; i < c.rows; i++) c.beta[i] = 0.f;
   if (p.l2norm) {
