@@ -1,4 +1,4 @@
-"""The command line: ``kcp train``, ``validate``, ``plan``, ``simulate``, ``doctor``.
+"""The command line: ``kcp train``, ``validate``, ``plan``, ``simulate``, ``convert``, ``doctor``.
 
 Errors of the user are one line ``kcp: error: ...`` each, exit code 2. Nothing heavy is imported here.
 """
@@ -26,6 +26,7 @@ examples:
   kcp plan configs/tiny_cp2.yaml           what each strategy would cost
   kcp train configs/tiny_cp2.yaml          train: two processes share each sample
   kcp train configs/tiny_1p.yaml --steps 20 --mode pynative
+  kcp convert hf-to-kcp DIR OUT            a Hugging Face checkpoint into kcp's
 """
 
 TRAIN_EXAMPLES = """\
@@ -56,6 +57,20 @@ line: key = value: what is allowed.
 examples:
   kcp validate configs/tiny_cp2.yaml
   kcp validate configs/kimi_linear_48b_npu.yaml --world-size 16
+"""
+
+CONVERT_EXAMPLES = """\
+Both sides hold the same tensors under the same names: every name and shape is
+checked, then bytes are copied, one tensor at a time, and bfloat16 stays bfloat16.
+A tensor that is missing, extra or mis-shaped is named and nothing is written.
+
+kcp's side: kcp-*.safetensors (load_checkpoint: OUT in a run's YAML) and
+model_config.yaml (its section model.model_config).
+
+examples:
+  kcp convert hf-to-kcp Kimi-Linear-48B-A3B-Base converted
+  kcp convert kcp-to-hf converted back
+  kcp convert kcp-to-hf weights back --config configs/tiny_cp2.yaml
 """
 
 
@@ -134,6 +149,22 @@ def _validate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _convert(options: argparse.Namespace) -> int:
+    from kcp.hf import CheckpointError, hf_to_kcp, kcp_to_hf
+
+    try:
+        if options.direction == "hf-to-kcp":
+            unused = hf_to_kcp(options.source, options.target)
+            if unused:
+                print(f"kcp: config.json: keys that kcp does not know are not carried over: {', '.join(unused)}")
+        else:
+            kcp_to_hf(options.source, options.target, options.config, options.spelling)
+    except CheckpointError as error:
+        return _refuse(error.problems)
+    print(f"kcp: {options.target} written")
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from kcp.doctor import report
 
@@ -200,6 +231,18 @@ def _parser() -> argparse.ArgumentParser:
     validate.set_defaults(command=_validate)
 
     cli_parallel.add_commands(commands, style)
+
+    convert = commands.add_parser("convert", help="Hugging Face checkpoints in and out", epilog=CONVERT_EXAMPLES, **style)
+    directions = convert.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
+    into = directions.add_parser("hf-to-kcp", help="into kcp's safetensors and model_config", epilog=CONVERT_EXAMPLES, **style)
+    out = directions.add_parser("kcp-to-hf", help="into config.json and model*.safetensors", epilog=CONVERT_EXAMPLES, **style)
+    for direction in (into, out):
+        direction.add_argument("source", metavar="DIR", help="folder to read")
+        direction.add_argument("target", metavar="OUT", help="folder to make")
+    out.add_argument("--config", metavar="YAML", help="file with model.model_config (default: DIR/model_config.yaml)")
+    spellings = ("transformers5", "linear_attn_config")
+    out.add_argument("--spelling", choices=spellings, default=spellings[0], help="of config.json (default: %(default)s)")
+    convert.set_defaults(command=_convert)
 
     doctor = commands.add_parser("doctor", help="versions, devices, and which backend serves which stage", **style)
     doctor.set_defaults(command=_doctor)

@@ -2,7 +2,7 @@
 
 A kcp run is described by an ordinary MindFormers YAML. kcp reads from it what context parallelism depends on:
 
-    model.model_config          the model, in the spelling of Hugging Face `kimi_linear`, and kcp's `kda_*` options
+    model.model_config          the model, in the spelling of Hugging Face `kimi_linear`, and kcp's `kda_*`, `mla_*` options
     parallel_config             data_parallel * context_parallel = number of workers
     train_dataset.data_loader   the text, the sample length, the seed
     runner_config, context, ... what decides whether the run can start at all
@@ -24,6 +24,7 @@ from kcp.config_checks import LOADER
 from kcp.config_fields import Problems, Section, nearest, show
 
 STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid", "auto")
+MLA_STRATEGIES = ("none", "ulysses", "latent_gather")
 DEVICES = ("CPU", "Ascend")
 DTYPES = ("float32", "float16", "bfloat16")
 CHUNK_SIZES = (16, 32, 64)
@@ -43,6 +44,10 @@ _PARALLEL_CONFIG = (
     "data_parallel model_parallel context_parallel expert_parallel pipeline_stage micro_batch_num seq_split_num "
     "use_seq_parallel optimizer_shard gradient_aggregation_group vocab_emb_dp context_parallel_algo "
     "ulysses_degree_in_cp mem_coeff"
+).split()
+_LAYER_SIZES = (
+    "num_attention_heads kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim num_experts_per_token moe_intermediate_size "
+    "num_expert_group topk_group"
 ).split()
 _RUNNER_CONFIG = "batch_size epochs sink_mode sink_size gradient_accumulation_steps num_classes stop_step".split()
 
@@ -64,16 +69,33 @@ class ModelOptions:
     intermediate_size: int = 9216
     num_hidden_layers: int = 27
     layer_types: tuple[str, ...] = ("linear_attention",) * 27
+    mlp_layer_types: tuple[str, ...] = ("dense",) * 27
     linear_num_heads: int = 32
     linear_head_dim: int = 128
     linear_num_value_heads: int = 32
     linear_value_head_dim: int = 128
     linear_conv_kernel_dim: int = 4
+    num_attention_heads: int = 32
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    num_experts: int = 0
+    num_experts_per_token: int = 8
+    num_shared_experts: int = 1
+    moe_intermediate_size: int = 1024
+    num_expert_group: int = 1
+    topk_group: int = 1
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 1.0
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     seq_length: int = 4096
     kda_cp_strategy: str = "none"
+    kda_ptp_head_groups: int = 0
+    kda_hybrid_ulysses_degree: int = 0
+    mla_cp_strategy: str | None = None
     kda_chunk_size: int = 64
     kda_disable_recompute: bool = True
     kda_safe_gate: bool = False
@@ -172,7 +194,7 @@ def load_run_config(path: str | Path, world_size: int | None = None) -> RunConfi
     top = Section(read_yaml(path), "", problems)
     run = RunConfig(
         path=path,
-        model=_model(top.section("model").section("model_config")),
+        model=model_options(top.section("model").section("model_config")),
         parallel=_parallel(top.section("parallel_config")),
         data=_data(top),
         training=_training(top),
@@ -222,7 +244,8 @@ def _position(error: Exception) -> str:
     return f", line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else f": {problem}"
 
 
-def _model(section: Section) -> ModelOptions:
+def model_options(section: Section) -> ModelOptions:
+    """Read ``model.model_config``, value by value; what is wrong goes to ``section.problems``."""
     if not section.present:
         section.problems.add_line("model.model_config: missing; it holds the model's sizes and kcp's kda_* options")
         return ModelOptions()
@@ -235,9 +258,14 @@ def _model(section: Section) -> ModelOptions:
         "hidden_size": section.integer("hidden_size", default.hidden_size),
         "intermediate_size": section.integer("intermediate_size", default.intermediate_size),
         "layer_types": section.texts("layer_types", ("linear_attention",) * layers),
+        "mlp_layer_types": section.texts("mlp_layer_types", ("dense",) * layers),
         "linear_num_value_heads": section.integer("linear_num_value_heads", heads),
         "linear_value_head_dim": section.integer("linear_value_head_dim", head_dim, maximum=256),
         "linear_conv_kernel_dim": section.integer("linear_conv_kernel_dim", default.linear_conv_kernel_dim),
+        "num_experts": section.integer("num_experts", default.num_experts, minimum=0),
+        "num_shared_experts": section.integer("num_shared_experts", default.num_shared_experts, minimum=0),
+        "moe_renormalize": section.boolean("moe_renormalize", default.moe_renormalize),
+        "routed_scaling_factor": section.number("routed_scaling_factor", default.routed_scaling_factor, above=0.0),
         "rms_norm_eps": section.number("rms_norm_eps", default.rms_norm_eps, above=0.0),
         "initializer_range": section.number("initializer_range", default.initializer_range, above=0.0),
         "tie_word_embeddings": section.boolean("tie_word_embeddings", default.tie_word_embeddings),
@@ -245,11 +273,15 @@ def _model(section: Section) -> ModelOptions:
         "compute_dtype": section.choice("compute_dtype", default.compute_dtype, DTYPES),
         "params_dtype": section.choice("params_dtype", default.params_dtype, ("float32",)),
     }
+    sizes |= {key: section.integer(key, getattr(default, key)) for key in _LAYER_SIZES}
+    sizes["mla_cp_strategy"] = section.choice("mla_cp_strategy", "none", MLA_STRATEGIES) if section.has("mla_cp_strategy") else None
     options = ModelOptions(
         num_hidden_layers=layers,
         linear_num_heads=heads,
         linear_head_dim=head_dim,
         kda_cp_strategy=section.choice("kda_cp_strategy", default.kda_cp_strategy, STRATEGIES),
+        kda_ptp_head_groups=section.integer("kda_ptp_head_groups", 0, minimum=0),
+        kda_hybrid_ulysses_degree=section.integer("kda_hybrid_ulysses_degree", 0, minimum=0),
         kda_chunk_size=section.choice("kda_chunk_size", default.kda_chunk_size, CHUNK_SIZES),
         kda_disable_recompute=section.boolean("kda_disable_recompute", default.kda_disable_recompute),
         kda_safe_gate=section.boolean("kda_safe_gate", default.kda_safe_gate),
@@ -257,8 +289,9 @@ def _model(section: Section) -> ModelOptions:
         kda_allow_neg_eigval=section.boolean("kda_allow_neg_eigval", default.kda_allow_neg_eigval),
         **sizes,
     )
-    config_checks.check_unsupported_model_keys(section)
-    section.refuse_unknown(config_checks.HARMLESS_MODEL_KEYS)
+    config_checks.check_model_keys(section)
+    config_checks.check_layers(options, section)
+    section.refuse_unknown((*config_checks.HARMLESS_MODEL_KEYS, "mla_cp_strategy"))
     return options
 
 

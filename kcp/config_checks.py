@@ -10,73 +10,89 @@ from typing import TYPE_CHECKING
 from kcp.config_fields import Problems, Section
 
 if TYPE_CHECKING:
-    from kcp.config import RunConfig
+    from kcp.config import ModelOptions, RunConfig
 
 LOADER = "KcpTextDataset"
 WRAPPER = "KcpTrainOneStepCell"
 COLUMNS = ("input_ids", "labels", "loss_mask", "cu_seqlens")
 BYTE_VOCABULARY = 259
 HARMLESS_MODEL_KEYS = (
-    "model_type architectures pad_token_id bos_token_id eos_token_id num_attention_heads num_key_value_heads head_dim "
+    "model_type architectures pad_token_id bos_token_id eos_token_id num_key_value_heads head_dim qk_head_dim q_lora_rank "
     "max_position_embeddings model_max_length use_cache pretraining_tp output_router_logits transformers_version dtype "
     "layernorm_compute_dtype softmax_compute_dtype rotary_dtype input_sliced_sig hidden_act attention_bias "
-    "attention_dropout hidden_dropout mlp_layer_types offset"
+    "attention_dropout hidden_dropout moe_router_activation_func mla_use_nope offset"
 ).split()
 _FIXED_MODEL_VALUES = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "attention_dropout": (0.0,),
-    "hidden_dropout": (0.0,),
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "q_lora_rank": None,
+    "moe_router_activation_func": "sigmoid",
+    "mla_use_nope": True,
 }
-_MOE_KEYS = (
-    "num_experts num_experts_per_token num_shared_experts moe_intermediate_size moe_renormalize num_expert_group "
-    "topk_group routed_scaling_factor first_k_dense_replace"
-).split()
-_MLA_KEYS = "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
+_OTHER_SPELLING = {
+    "linear_attn_config": "layer_types, linear_num_heads, linear_head_dim and linear_conv_kernel_dim",
+    "first_k_dense_replace": "mlp_layer_types",
+    "moe_layer_freq": "mlp_layer_types",
+}
 
 
-def check_unsupported_model_keys(section: Section) -> None:
-    """Refuse model keys that ask for layers this release does not have, and values it can't honour."""
-    for keys, what in ((_MOE_KEYS, "mixture-of-experts layers"), (_MLA_KEYS, "MLA (softmax attention) layers")):
-        for key in keys:
-            value = section.anything(key)
-            if value not in (None, 0, False):
-                line = f"{what} are not in this release; leave the key out (linear_attention and dense MLP are)"
-                section.problems.add(section.name(key), value, line)
-    for key, allowed in _FIXED_MODEL_VALUES.items():
-        value = section.anything(key, allowed[0])
-        if value not in allowed:
-            section.problems.add(section.name(key), value, f"only {allowed[0]} is supported")
-    kinds, layers = section.anything("mlp_layer_types", []), section.anything("num_hidden_layers", 0)
-    if not isinstance(kinds, list) or any(kind != "dense" for kind in kinds):
-        section.problems.add(section.name("mlp_layer_types"), kinds, "only 'dense' is supported in this release")
-    elif kinds and len(kinds) != layers:
-        allowed = f"{layers} entries are needed (num_hidden_layers)"
-        section.problems.add(section.name("mlp_layer_types"), f"{len(kinds)} entries", allowed)
+def check_model_keys(section: Section) -> None:
+    """Refuse values that the model can't honour, and keys of the other spelling of a ``config.json``."""
+    for key, only in _FIXED_MODEL_VALUES.items():
+        value = section.anything(key, only)
+        if value != only:
+            section.problems.add(section.name(key), value, f"only {only} is supported")
+    heads = section.anything("num_attention_heads")
+    if section.has("num_key_value_heads") and heads is not None and section.raw["num_key_value_heads"] != heads:
+        section.problems.add(
+            section.name("num_key_value_heads"), section.raw["num_key_value_heads"], f"num_attention_heads = {heads} is needed"
+        )
+    for key, instead in _OTHER_SPELLING.items():
+        if section.has(key):
+            line = f"the spelling here is {instead}; `kcp convert hf-to-kcp` writes it"
+            section.problems.add(section.name(key), section.anything(key), line)
+
+
+def check_layers(model: ModelOptions, section: Section) -> None:
+    """Rules between the kinds of the layers and the sizes that they need."""
+    problems = section.problems
+    for key, kinds in (("layer_types", ("linear_attention", "full_attention")), ("mlp_layer_types", ("dense", "sparse"))):
+        given = getattr(model, key)
+        if len(given) != model.num_hidden_layers:
+            allowed = f"{model.num_hidden_layers} entries are needed (num_hidden_layers)"
+            problems.add(section.name(key), f"{len(given)} entries", allowed)
+        for kind in sorted(set(given) - set(kinds)):
+            problems.add(section.name(key), kind, f"{' or '.join(kinds)} is needed for each layer")
+    if model.linear_num_value_heads % model.linear_num_heads:
+        allowed = f"a multiple of linear_num_heads = {model.linear_num_heads} is needed"
+        problems.add(section.name("linear_num_value_heads"), model.linear_num_value_heads, allowed)
+    if not -5.0 <= model.kda_lower_bound < 0.0:
+        problems.add(section.name("kda_lower_bound"), model.kda_lower_bound, "a number in [-5, 0) is needed")
+    if model.num_experts and not section.has("mlp_layer_types"):
+        problems.add(section.name("num_experts"), model.num_experts, "mlp_layer_types is needed beside it, to say which layers are sparse")
+    if "sparse" not in model.mlp_layer_types:
+        return
+    groups, reachable = model.num_expert_group, model.num_experts // model.num_expert_group * model.topk_group
+    if not model.num_experts:
+        problems.add(section.name("num_experts"), model.num_experts, "an integer >= 1 is needed with sparse layers")
+    elif model.num_experts % groups:
+        problems.add(section.name("num_experts"), model.num_experts, f"a multiple of num_expert_group = {groups} is needed")
+    elif model.topk_group > groups:
+        problems.add(section.name("topk_group"), model.topk_group, f"at most num_expert_group = {groups} is needed")
+    elif model.num_experts_per_token > reachable:
+        allowed = f"at most {reachable} is needed, the experts of topk_group groups"
+        problems.add(section.name("num_experts_per_token"), model.num_experts_per_token, allowed)
 
 
 def check(run: RunConfig, top: Section, problems: Problems, world_size: int | None) -> None:
     """Apply every rule to a configuration whose single values are typed already."""
-    _check_model(run, problems)
     _check_parallel(run, problems, world_size)
     _check_strategy(run, problems)
     _check_data(run, top, problems)
     _check_device(run, top, problems)
     _check_wrapper(top.section("runner_wrapper"))
-
-
-def _check_model(run: RunConfig, problems: Problems) -> None:
-    model, at = run.model, "model.model_config."
-    if len(model.layer_types) != model.num_hidden_layers:
-        allowed = f"{model.num_hidden_layers} entries are needed (num_hidden_layers)"
-        problems.add(at + "layer_types", f"{len(model.layer_types)} entries", allowed)
-    for kind in sorted(set(model.layer_types) - {"linear_attention"}):
-        problems.add(at + "layer_types", kind, "only 'linear_attention' (KDA) layers are supported in this release")
-    if model.linear_num_value_heads % model.linear_num_heads:
-        allowed = f"a multiple of linear_num_heads = {model.linear_num_heads} is needed"
-        problems.add(at + "linear_num_value_heads", model.linear_num_value_heads, allowed)
-    if not -5.0 <= model.kda_lower_bound < 0.0:
-        problems.add(at + "kda_lower_bound", model.kda_lower_bound, "a number in [-5, 0) is needed")
 
 
 def _check_parallel(run: RunConfig, problems: Problems, world_size: int | None) -> None:
@@ -99,20 +115,42 @@ def _check_parallel(run: RunConfig, problems: Problems, world_size: int | None) 
 
 def _check_strategy(run: RunConfig, problems: Problems) -> None:
     model, cp, at = run.model, run.parallel.context_parallel, "model.model_config."
+    cp_key = "parallel_config.context_parallel"
+    if model.kda_ptp_head_groups and model.linear_num_heads % model.kda_ptp_head_groups:
+        allowed = f"a divisor of linear_num_heads = {model.linear_num_heads} is needed"
+        problems.add(at + "kda_ptp_head_groups", model.kda_ptp_head_groups, allowed)
     if cp == 1:
         return
     if model.kda_cp_strategy == "none":
-        allowed = f"ulysses or state_scan is needed with parallel_config.context_parallel = {cp}"
+        allowed = f"one of ulysses, state_scan, ptp_chain, ptp_tree, hybrid is needed with {cp_key} = {cp}"
         problems.add(at + "kda_cp_strategy", model.kda_cp_strategy, allowed)
     if model.kda_cp_strategy == "ulysses":
-        for key in ("linear_num_heads", "linear_num_value_heads"):
-            heads = getattr(model, key)
-            if heads % cp and not (key == "linear_num_value_heads" and heads == model.linear_num_heads):
-                allowed = f"ulysses needs a multiple of parallel_config.context_parallel = {cp}; or use state_scan"
-                problems.add(at + key, heads, allowed)
+        for key, heads in _head_counts(model):
+            if heads % cp:
+                problems.add(at + key, heads, f"ulysses needs a multiple of {cp_key} = {cp}; or use state_scan")
+    degree = model.kda_hybrid_ulysses_degree
+    if model.kda_cp_strategy == "hybrid" and degree:
+        for name, value in ((cp_key, cp), *_head_counts(model)):
+            if value % degree:
+                problems.add(at + "kda_hybrid_ulysses_degree", degree, f"a divisor of {name} = {value} is needed")
+    if "full_attention" in model.layer_types:
+        if model.mla_cp_strategy == "none":
+            allowed = f"ulysses or latent_gather is needed with parallel_config.context_parallel = {cp}"
+            problems.add(at + "mla_cp_strategy", model.mla_cp_strategy, allowed)
+        if model.mla_cp_strategy == "ulysses" and model.num_attention_heads % cp:
+            allowed = f"ulysses needs a multiple of parallel_config.context_parallel = {cp}; or use mla_cp_strategy latent_gather"
+            problems.add(at + "num_attention_heads", model.num_attention_heads, allowed)
     if model.seq_length % cp:
         allowed = f"a multiple of parallel_config.context_parallel = {cp} is needed"
         problems.add(at + "seq_length", model.seq_length, allowed)
+
+
+def _head_counts(model) -> list[tuple[str, int]]:
+    """Keys and values of the head counts, the value heads only where they differ."""
+    counts = [("linear_num_heads", model.linear_num_heads)]
+    if model.linear_num_value_heads != model.linear_num_heads:
+        counts.append(("linear_num_value_heads", model.linear_num_value_heads))
+    return counts
 
 
 def _check_data(run: RunConfig, top: Section, problems: Problems) -> None:

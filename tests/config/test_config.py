@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hf_cases import RELEASED
 
 from kcp.config import MAX_FILE_BYTES, ConfigError, load_run_config
+from kcp.hf import model_options_from_json
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 M, P, D = "model.model_config", "parallel_config", "train_dataset.data_loader"
@@ -50,13 +52,20 @@ def problems(load, changes, world_size=None):
 
 @pytest.mark.parametrize(
     ("name", "world_size", "local"),
-    [("tiny_1p", 1, 512), ("tiny_cp2", 2, 256), ("kimi_linear_48b_npu", 16, 8192)],
+    [("tiny_1p", 1, 512), ("tiny_cp2", 2, 256), ("tiny_hybrid_cp2", 2, 256), ("kimi_linear_48b_npu", 16, 8192)],
 )
 def test_shipped_files_are_valid(name, world_size, local):
     run = load_run_config(CONFIGS / f"{name}.yaml", world_size)
     assert run.world_size == world_size
     assert run.local_seq_length == local
-    assert run.model.layer_types == ("linear_attention",) * run.model.num_hidden_layers
+
+
+def test_48b_file_is_the_released_model():
+    model = load_run_config(CONFIGS / "kimi_linear_48b_npu.yaml").model
+    released, _ = model_options_from_json(RELEASED)
+    for key, value in released.items():
+        if key in vars(model):
+            assert getattr(model, key) == (tuple(value) if isinstance(value, list) else value), key
 
 
 def test_tiny_files_describe_the_same_run():
@@ -80,6 +89,8 @@ def test_value_heads_default_to_heads_and_are_dataclasses_frozen(load):
         run.model.hidden_size = 1
 
 
+MOE = {f"{M}.mlp_layer_types": ["dense", "sparse"], f"{M}.num_experts": 4, f"{M}.num_experts_per_token": 2}
+MLA = {f"{M}.layer_types": ["linear_attention", "full_attention"]}
 CASES = [
     # unknown keys, nearest name
     ({f"{M}.kda_cp_stratgy": "ulysses"}, f"{M}.kda_cp_stratgy = 'ulysses': unknown key; did you mean kda_cp_strategy?"),
@@ -116,17 +127,27 @@ CASES = [
     ),
     ({f"{D}.type": "KcpTextDataSet"}, f"{D}.type = 'KcpTextDataSet': did you mean KcpTextDataset?"),
     # rules between values
-    (
-        {f"{M}.layer_types": ["linear_attention", "full_attention"]},
-        f"{M}.layer_types = 'full_attention': only 'linear_att",
-    ),
+    ({f"{M}.layer_types": ["linear_attention", "mamba"]}, f"{M}.layer_types = 'mamba': linear_attention or full_attention is needed"),
     ({f"{M}.layer_types": ["linear_attention"]}, f"{M}.layer_types = '1 entries': 2 entries are needed"),
+    ({f"{M}.mlp_layer_types": ["dense", "sparse"]}, f"{M}.num_experts = 0: an integer >= 1 is needed with sparse layers"),
+    ({f"{M}.mlp_layer_types": ["dense", "moe"]}, f"{M}.mlp_layer_types = 'moe': dense or sparse is needed for each layer"),
+    ({f"{M}.mlp_layer_types": ["dense"]}, f"{M}.mlp_layer_types = '1 entries': 2 entries are needed"),
+    ({f"{M}.num_experts": 8}, f"{M}.num_experts = 8: mlp_layer_types is needed beside it"),
+    (MOE | {f"{M}.num_expert_group": 3}, f"{M}.num_experts = 4: a multiple of num_expert_group = 3 is needed"),
+    (MOE | {f"{M}.topk_group": 2}, f"{M}.topk_group = 2: at most num_expert_group = 1 is needed"),
+    (MOE | {f"{M}.num_experts_per_token": 8}, f"{M}.num_experts_per_token = 8: at most 4 is needed"),
+    (MOE | {f"{M}.routed_scaling_factor": 0}, f"{M}.routed_scaling_factor = 0: a number > 0 is needed"),
+    (MOE | {f"{M}.num_experts": -1}, f"{M}.num_experts = -1: an integer >= 0 is needed"),
+    ({f"{M}.mla_cp_strategy": "latent"}, f"{M}.mla_cp_strategy = 'latent': one of none, ulysses, latent_gather is needed; did"),
+    (MLA | {f"{M}.mla_cp_strategy": "none"}, f"{M}.mla_cp_strategy = 'none': ulysses or latent_gather is needed with"),
     (
-        {f"{M}.mlp_layer_types": ["dense", "sparse"]},
-        f"{M}.mlp_layer_types = ['dense', 'sparse']: only 'dense' is supported",
+        MLA | {f"{M}.mla_cp_strategy": "ulysses", f"{M}.num_attention_heads": 3},
+        f"{M}.num_attention_heads = 3: ulysses needs a multiple of parallel_config.context_parallel = 2; or use",
     ),
-    ({f"{M}.num_experts": 8}, f"{M}.num_experts = 8: mixture-of-experts layers are not in this release"),
-    ({f"{M}.kv_lora_rank": 8}, f"{M}.kv_lora_rank = 8: MLA (softmax attention) layers are not in this release"),
+    ({f"{M}.kv_lora_rank": 0}, f"{M}.kv_lora_rank = 0: an integer >= 1 is needed"),
+    ({f"{M}.q_lora_rank": 8}, f"{M}.q_lora_rank = 8: only None is supported"),
+    ({f"{M}.num_key_value_heads": 2, f"{M}.num_attention_heads": 4}, f"{M}.num_key_value_heads = 2: num_attention_heads = 4 is needed"),
+    ({f"{M}.first_k_dense_replace": 1}, f"{M}.first_k_dense_replace = 1: the spelling here is mlp_layer_types; `kcp convert"),
     ({f"{M}.hidden_act": "gelu"}, f"{M}.hidden_act = 'gelu': only silu is supported"),
     ({f"{M}.attention_dropout": 0.1}, f"{M}.attention_dropout = 0.1: only 0.0 is supported"),
     (
@@ -136,7 +157,7 @@ CASES = [
     ({f"{M}.vocab_size": 256}, f"{M}.vocab_size = 256: the byte tokenizer needs at least 259"),
     (
         {f"{M}.kda_cp_strategy": "none"},
-        f"{M}.kda_cp_strategy = 'none': ulysses or state_scan is needed with {P}.context_",
+        f"{M}.kda_cp_strategy = 'none': one of ulysses, state_scan, ptp_chain, ptp_tree, hybrid is needed with {P}.context_",
     ),
     ({f"{P}.model_parallel": 2}, f"{P}.model_parallel = 2: only 1 is supported"),
     ({f"{P}.pipeline_stage": 2}, f"{P}.pipeline_stage = 2: only 1 is supported"),
@@ -178,6 +199,18 @@ def test_one_wrong_thing_gives_one_line(load, changes, expected):
     assert len(problems(load, changes)) == 1
 
 
+def test_ranks_and_heads_decide_about_groups_and_degrees(load):
+    hybrid = {f"{P}.context_parallel": 4, f"{D}.context_parallel": 4, f"{M}.kda_cp_strategy": "hybrid"}
+    degree = f"{M}.kda_hybrid_ulysses_degree"
+    assert problems(load, hybrid | {degree: 3})[0] == f"{degree} = 3: a divisor of {P}.context_parallel = 4 is needed"
+    assert problems(load, hybrid | {degree: 4, f"{M}.linear_num_heads": 2}) == (
+        f"{degree} = 4: a divisor of linear_num_heads = 2 is needed",
+    )
+    assert load(hybrid | {degree: 2}).model.kda_hybrid_ulysses_degree == 2
+    groups = f"{M}.kda_ptp_head_groups"
+    assert problems(load, {groups: 3}) == (f"{groups} = 3: a divisor of linear_num_heads = 4 is needed",)
+
+
 def test_heads_decide_about_ulysses(load):
     three = {f"{P}.context_parallel": 3, f"{D}.context_parallel": 3, f"{M}.kda_cp_strategy": "ulysses"}
     three |= {f"{M}.seq_length": 510, f"{D}.seq_length": 510}
@@ -206,6 +239,14 @@ def test_launch_must_provide_the_workers(load, changes, world_size, expected):
     (line,) = problems(load, changes, world_size)
     assert line.startswith(expected)
     assert ("start it with: kcp train" in line) == (world_size == 1)
+
+
+def test_hybrid_layers_are_accepted(load):
+    model = load(MOE | MLA | {f"{M}.num_attention_heads": 3, f"{M}.kv_lora_rank": 7}).model
+    assert (model.layer_types[1], model.mlp_layer_types[1], model.num_experts, model.kv_lora_rank) == ("full_attention", "sparse", 4, 7)
+    assert model.mla_cp_strategy is None
+    assert load(MLA | {f"{M}.mla_cp_strategy": "ulysses", f"{M}.num_attention_heads": 2}).model.mla_cp_strategy == "ulysses"
+    assert load({f"{M}.mla_cp_strategy": "none"}).model.layer_types == ("linear_attention",) * 2
 
 
 def test_all_problems_come_at_once(load):

@@ -132,8 +132,11 @@ def run_explicit(problem: CoreProblem, group: CpGroup, as_tensor: bool = False) 
     return _named(results[0], results[1] if problem.with_final_state else None, grads)
 
 
-def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool) -> dict[str, np.ndarray]:
-    """One rank's outputs and gradients through ``ms.grad`` of a loss, in PyNative or compiled (for msrun workers)."""
+def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool, host_boundaries: bool = False) -> dict[str, np.ndarray]:
+    """One rank's outputs and gradients through ``ms.grad`` of a loss, in PyNative or compiled (for msrun workers).
+
+    ``host_boundaries``: hand the boundaries over as integers, else as a Tensor (only without states, see :func:`run_explicit`).
+    """
     t = problem.rank_tensors(group.rank)
     core = KdaCore(problem.config(), group)
     d_out, d_final = t["d_out"], t["d_final"]
@@ -142,7 +145,16 @@ def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool) -> dict[str, n
 
     def loss(q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
         out, final_state = core(
-            q, k, v, g, beta, a_log, dt_bias, initial_state if with_initial else None, cu, output_final_state=with_final
+            q,
+            k,
+            v,
+            g,
+            beta,
+            a_log,
+            dt_bias,
+            initial_state if with_initial else None,
+            problem.cu_seqlens if host_boundaries else cu,
+            output_final_state=with_final,
         )
         total = (out * d_out).sum()
         if with_final:

@@ -8,6 +8,8 @@ from mindspore import Tensor
 from kcp.ops import backends
 from kcp.parallel import CpGroup, lockstep
 
+CHUNKS = {"composite": 16, "native": 64}  # the native kernels' chunk is always 64
+
 
 class _OneContribution(CoreProblem):
     """The whole gradient of the final states comes from rank 0: a sum of thirds would be rounded."""
@@ -28,14 +30,21 @@ class _OneContribution(CoreProblem):
     ],
     ids=["W2", "W5-empty-slice", "W8", "packed-W3", "packed-off-the-borders"],
 )
-@pytest.mark.parametrize("point_to_point", [True, False], ids=["p2p", "rounds"])
-def test_same_bits_as_one_device(lengths, cu_seqlens, point_to_point):
+@pytest.mark.parametrize("backend", ["composite", "native"])
+def test_same_bits_as_one_device(lengths, cu_seqlens, backend):
     """Chunks are a document's own: the last case cuts documents that begin at 5 and 21 at 21 and 37."""
-    batch = 2 if cu_seqlens is None else len(cu_seqlens)
-    problem = _OneContribution(lengths=lengths, strategy="ptp_chain", batch=batch, cu_seqlens=cu_seqlens)
-    with backends.use("composite"):
-        ranks = lockstep.run(len(lengths), lambda group: run_explicit(problem, group), lengths, point_to_point)
-        whole = run_autodiff(problem.one_device(), CpGroup.single(), jit=False)
+    chunk = CHUNKS[backend]
+    lengths = tuple(n * chunk // 16 for n in lengths)
+    rows = None if cu_seqlens is None else tuple(tuple(c * chunk // 16 for c in row) for row in cu_seqlens)
+    options = {"chunk_size": chunk}
+    problem = _OneContribution(
+        lengths=lengths, strategy="ptp_chain", batch=2 if rows is None else len(rows), cu_seqlens=rows, options=options
+    )
+    if backend not in backends.available():
+        pytest.skip(f"the {backend} backend is not built here")
+    with backends.use(backend):
+        ranks = lockstep.run(len(lengths), lambda group: run_explicit(problem, group), lengths)
+        whole = run_autodiff(problem.one_device(), CpGroup.single(), jit=False, host_boundaries=True)
     for name in ("out", *TOKEN_INPUTS):
         np.testing.assert_array_equal(np.concatenate([r[name] for r in ranks], 1), whole[name], err_msg=name)
     for r in ranks:

@@ -105,7 +105,7 @@ def test_a_document_says_nothing_about_the_others(strategy):
     np.testing.assert_array_equal(a[0]["final_state"][1:], b[0]["final_state"][1:])
 
 
-@pytest.mark.parametrize("strategy", ["state_scan", "ulysses"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "rows", [(_boundaries((5, 0, 30, 5)),), (_boundaries((40,)), _boundaries((7, 25, 8)))], ids=["one row", "two rows"]
 )
