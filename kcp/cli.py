@@ -1,4 +1,4 @@
-"""The command line: ``kcp train``, ``kcp validate``, ``kcp convert``, ``kcp doctor``.
+"""The command line: ``kcp train``, ``validate``, ``plan``, ``simulate``, ``convert``, ``doctor``.
 
 Errors of the user are one line ``kcp: error: ...`` each, exit code 2. Nothing heavy is imported here.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kcp import __version__
+from kcp import __version__, cli_parallel
 
 DESCRIPTION = """\
 Trains Kimi Delta Attention models with context parallelism: the tokens of one
@@ -23,6 +23,7 @@ EXAMPLES = """\
 examples:
   kcp doctor                               what is installed, which kernels serve
   kcp validate configs/tiny_cp2.yaml       check a file, start nothing
+  kcp plan configs/tiny_cp2.yaml           what each strategy would cost
   kcp train configs/tiny_cp2.yaml          train: two processes share each sample
   kcp train configs/tiny_1p.yaml --steps 20 --mode pynative
   kcp convert hf-to-kcp DIR OUT            a Hugging Face checkpoint into kcp's
@@ -228,6 +229,8 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("config", metavar="CONFIG", help="MindFormers YAML file")
     validate.add_argument("--world-size", type=_positive, metavar="N", help="processes that a launch would provide")
     validate.set_defaults(command=_validate)
+
+    cli_parallel.add_commands(commands, style)
 
     convert = commands.add_parser("convert", help="Hugging Face checkpoints in and out", epilog=CONVERT_EXAMPLES, **style)
     directions = convert.add_subparsers(dest="direction", metavar="DIRECTION", required=True)

@@ -23,7 +23,7 @@ from kcp import config_checks
 from kcp.config_checks import LOADER
 from kcp.config_fields import Problems, Section, nearest, show
 
-STRATEGIES = ("none", "ulysses", "state_scan")
+STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid", "auto")
 MLA_STRATEGIES = ("none", "ulysses", "latent_gather")
 DEVICES = ("CPU", "Ascend")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -93,6 +93,8 @@ class ModelOptions:
     tie_word_embeddings: bool = False
     seq_length: int = 4096
     kda_cp_strategy: str = "none"
+    kda_ptp_head_groups: int = 0
+    kda_hybrid_ulysses_degree: int = 0
     mla_cp_strategy: str | None = None
     kda_chunk_size: int = 64
     kda_disable_recompute: bool = True
@@ -278,6 +280,8 @@ def model_options(section: Section) -> ModelOptions:
         linear_num_heads=heads,
         linear_head_dim=head_dim,
         kda_cp_strategy=section.choice("kda_cp_strategy", default.kda_cp_strategy, STRATEGIES),
+        kda_ptp_head_groups=section.integer("kda_ptp_head_groups", 0, minimum=0),
+        kda_hybrid_ulysses_degree=section.integer("kda_hybrid_ulysses_degree", 0, minimum=0),
         kda_chunk_size=section.choice("kda_chunk_size", default.kda_chunk_size, CHUNK_SIZES),
         kda_disable_recompute=section.boolean("kda_disable_recompute", default.kda_disable_recompute),
         kda_safe_gate=section.boolean("kda_safe_gate", default.kda_safe_gate),

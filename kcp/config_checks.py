@@ -115,17 +115,24 @@ def _check_parallel(run: RunConfig, problems: Problems, world_size: int | None) 
 
 def _check_strategy(run: RunConfig, problems: Problems) -> None:
     model, cp, at = run.model, run.parallel.context_parallel, "model.model_config."
+    cp_key = "parallel_config.context_parallel"
+    if model.kda_ptp_head_groups and model.linear_num_heads % model.kda_ptp_head_groups:
+        allowed = f"a divisor of linear_num_heads = {model.linear_num_heads} is needed"
+        problems.add(at + "kda_ptp_head_groups", model.kda_ptp_head_groups, allowed)
     if cp == 1:
         return
     if model.kda_cp_strategy == "none":
-        allowed = f"ulysses or state_scan is needed with parallel_config.context_parallel = {cp}"
+        allowed = f"one of ulysses, state_scan, ptp_chain, ptp_tree, hybrid is needed with {cp_key} = {cp}"
         problems.add(at + "kda_cp_strategy", model.kda_cp_strategy, allowed)
     if model.kda_cp_strategy == "ulysses":
-        for key in ("linear_num_heads", "linear_num_value_heads"):
-            heads = getattr(model, key)
-            if heads % cp and not (key == "linear_num_value_heads" and heads == model.linear_num_heads):
-                allowed = f"ulysses needs a multiple of parallel_config.context_parallel = {cp}; or use state_scan"
-                problems.add(at + key, heads, allowed)
+        for key, heads in _head_counts(model):
+            if heads % cp:
+                problems.add(at + key, heads, f"ulysses needs a multiple of {cp_key} = {cp}; or use state_scan")
+    degree = model.kda_hybrid_ulysses_degree
+    if model.kda_cp_strategy == "hybrid" and degree:
+        for name, value in ((cp_key, cp), *_head_counts(model)):
+            if value % degree:
+                problems.add(at + "kda_hybrid_ulysses_degree", degree, f"a divisor of {name} = {value} is needed")
     if "full_attention" in model.layer_types:
         if model.mla_cp_strategy == "none":
             allowed = f"ulysses or latent_gather is needed with parallel_config.context_parallel = {cp}"
@@ -136,6 +143,14 @@ def _check_strategy(run: RunConfig, problems: Problems) -> None:
     if model.seq_length % cp:
         allowed = f"a multiple of parallel_config.context_parallel = {cp} is needed"
         problems.add(at + "seq_length", model.seq_length, allowed)
+
+
+def _head_counts(model) -> list[tuple[str, int]]:
+    """Keys and values of the head counts, the value heads only where they differ."""
+    counts = [("linear_num_heads", model.linear_num_heads)]
+    if model.linear_num_value_heads != model.linear_num_heads:
+        counts.append(("linear_num_value_heads", model.linear_num_value_heads))
+    return counts
 
 
 def _check_data(run: RunConfig, top: Section, problems: Problems) -> None:

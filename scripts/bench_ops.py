@@ -6,7 +6,8 @@ Every row, sgemm included, is run once per round in turn and medians are taken, 
 ``4 C^2 K + 2 C^2 K + 2 C^2 V + 6 C K V + 2 C^2 V`` with C = 64, forward+backward 3.5 times that (a convention; the native kernels execute
 fewer). Peak memory is that of a process of its own per row, above what it had after the imports and the inputs.
 
-    python scripts/bench_ops.py [--tokens 4096 --heads 8 --key 128 --value 128 --dtype float32 --packing 64:20-200] [--stages] [--json out.json]
+    python scripts/bench_ops.py [--tokens 4096 --heads 8 --key 128 --value 128 --dtype float32]
+        [--packing 64:20-200] [--graph] [--stages] [--json out.json]
 
 Peers run where ``--peer-python`` names an interpreter that has them (transformers >= 5 with kimi_linear; flash-linear-attention).
 """
@@ -40,6 +41,9 @@ def parse():
     p.add_argument("--backends", default="native,composite")
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--warm-up", type=int, default=3)
+    p.add_argument(
+        "--cpu-time", action="store_true", help="processor seconds of all threads in place of elapsed ones: for a machine that is shared"
+    )
     p.add_argument("--recompute", action="store_true", help="recompute caches in the backward (disable_recompute=False)")
     p.add_argument("--graph", action="store_true", help="also inside ms.jit")
     p.add_argument("--stages", action="store_true", help="also stage by stage, on each backend")
@@ -267,9 +271,11 @@ def describe(args, tokens, lengths):
         "commit": commit, "processor": processor(), "cores": len(os.sched_getaffinity(0)), "mindspore": mindspore.__version__,
         "numpy": numpy.__version__, "python": platform.python_version(), "tokens": tokens, "heads": args.heads,
         "key_heads": args.key_heads or args.heads, "key": args.key, "value": args.value, "dtype": args.dtype, "layout": args.layout,
-        "sequences": len(lengths), "length_min": min(lengths), "length_median": statistics.median(lengths), "length_max": max(lengths),
+        "sequences": len(lengths),
+        "length_min": min(lengths), "length_median": statistics.median(lengths), "length_max": max(lengths),
         "threads": args.threads or os.environ.get("KCP_NUM_THREADS", "default"), "warm_up": args.warm_up, "rounds": args.rounds,
-        "recompute": args.recompute, "measured": "the whole chunk_kda call from Python", "load": os.getloadavg()[0],
+        "recompute": args.recompute, "measured": "the whole chunk_kda call from Python", "clock": "cpu" if args.cpu_time else "elapsed",
+        "load": os.getloadavg()[0],
     }  # fmt: skip
 
 
@@ -290,15 +296,16 @@ def main():
             rows.update({(backend, n): r for n, r in case.rows(backend).items()})
         else:
             print(f"{backend}: not available here")
+    clock = time.process_time if args.cpu_time else time.perf_counter
     times = {key: [] for key in rows}
     for i in range(args.warm_up + args.rounds):
         for key, (run, _) in rows.items():
             if key[0] == "composite" and i >= args.warm_up + max(3, args.rounds // 5):
                 continue  # slow, and steady
-            begin = time.perf_counter()
+            begin = clock()
             run()
             if i >= args.warm_up:
-                times[key].append(time.perf_counter() - begin)
+                times[key].append(clock() - begin)
     median = {key: statistics.median(t) for key, t in times.items()}
     sgemm = max(rows[key][1] / median[key] for key in rows if key[0] is None)
     about = describe(args, case.tokens, lengths_of(args))

@@ -30,8 +30,8 @@ class KdaAttentionConfig:
         conv_size: taps of the short convolutions.
         conv_bias: whether they have a bias.
         gate_bias: whether the output gate's second projection has a bias (FLA's layer has, Kimi-Linear's checkpoints have not).
-        safe_gate, lower_bound, allow_neg_eigval, chunk_size, disable_recompute, strategy, keep_transitions, reduce_replicated_grads: as in
-            :class:`KdaCoreConfig`.
+        safe_gate, lower_bound, allow_neg_eigval, chunk_size, disable_recompute, strategy, keep_transitions, reduce_replicated_grads,
+            ptp_head_groups, hybrid_ulysses_degree, plan_tokens, plan_packed: as in :class:`KdaCoreConfig`.
         norm_eps: epsilon of the output's RMSNorm.
         initializer_range: standard deviation of the projections' start.
     """
@@ -54,6 +54,10 @@ class KdaAttentionConfig:
     initializer_range: float = 0.02
     keep_transitions: bool = True
     reduce_replicated_grads: str = "trainer"
+    ptp_head_groups: int | None = None
+    hybrid_ulysses_degree: int | None = None
+    plan_tokens: int | None = None
+    plan_packed: bool = False
 
     def __post_init__(self):
         for name in ("hidden_size", "conv_size"):
@@ -79,6 +83,10 @@ class KdaAttentionConfig:
             disable_recompute=self.disable_recompute,
             keep_transitions=self.keep_transitions,
             reduce_replicated_grads=self.reduce_replicated_grads,
+            ptp_head_groups=self.ptp_head_groups,
+            hybrid_ulysses_degree=self.hybrid_ulysses_degree,
+            plan_tokens=self.plan_tokens,
+            plan_packed=self.plan_packed,
         )
 
 

@@ -12,7 +12,6 @@ from kcp.ops import backends
 from kcp.ops.chunk_kda import chunk_kda, resolve_scale
 from kcp.ops.numerics import in_graph
 from kcp.ops.options import (
-    KdaOptions,
     check_choice,
     check_chunk_size,
     check_flag,
@@ -27,13 +26,10 @@ from kcp.parallel.boundaries import (
     flat_tensor_rows,
     host_rows,
 )
-from kcp.parallel.documents import HostDocuments, TensorDocuments
+from kcp.parallel.degrees import head_groups
 from kcp.parallel.gradients import REDUCE_CHOICES
 from kcp.parallel.group import CpGroup
-from kcp.parallel.state_scan import StateScan
-from kcp.parallel.ulysses import Ulysses, check_heads
-
-STRATEGIES = ("none", "ulysses", "state_scan")
+from kcp.parallel.strategies import STRATEGIES, Call, build, check_strategy, resolve_auto, split_for
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,18 @@ class KdaCoreConfig:
         num_v_heads: value heads Hv, a multiple of Hk; None: Hk.
         head_dim: key width K <= 256.
         v_head_dim: value width V <= 256; None: K.
-        strategy: ``"none"`` (one rank), ``"ulysses"`` or ``"state_scan"``.
+        strategy: ``"none"`` (one rank), ``"ulysses"``, ``"state_scan"``, ``"ptp_chain"``, ``"ptp_tree"``, ``"hybrid"``; ``"auto"``: the
+            cheapest by :mod:`kcp.parallel.plan`, chosen when the core is built (its ``config`` then says which).
         scale: factor of the scores; None: K^-1/2.
         safe_gate, lower_bound, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, epsilon,
         chunk_size, disable_recompute, state_v_first: as in :func:`kcp.ops.chunk_kda`.
-        keep_transitions: state_scan keeps the gathered M of the forward, so that its backward exchanges and computes dE alone.
+        keep_transitions: state_scan (and hybrid) keeps the gathered M of the forward, so that its backward exchanges and computes dE alone;
+            ptp_tree keeps its own M and computes dE alone.
+        ptp_head_groups: in how many groups of heads ptp_chain passes states on, a divisor of num_heads; None: the largest up to 8.
+        hybrid_ulysses_degree: consecutive ranks that exchange heads under hybrid, a divisor of the group's size and of both head counts;
+            None: the largest.
+        plan_tokens: tokens of a whole sequence that ``"auto"`` plans for; None: 4,096 a rank.
+        plan_packed: whether ``"auto"`` plans for document boundaries that a graph learns at run time.
         reduce_replicated_grads: who sums the gradients of a_log and dt_bias over the group, ``"trainer"`` or ``"kcp"``.
     """
 
@@ -71,6 +74,10 @@ class KdaCoreConfig:
     state_v_first: bool = False
     keep_transitions: bool = True
     reduce_replicated_grads: str = "trainer"
+    ptp_head_groups: int | None = None
+    hybrid_ulysses_degree: int | None = None
+    plan_tokens: int | None = None
+    plan_packed: bool = False
 
     def __post_init__(self):
         if self.num_v_heads is None:
@@ -88,6 +95,12 @@ class KdaCoreConfig:
         check_chunk_size(self.chunk_size)
         check_lower_bound(self.lower_bound)
         check_flag("keep_transitions", self.keep_transitions)
+        check_flag("plan_packed", self.plan_packed)
+        for name in ("ptp_head_groups", "hybrid_ulysses_degree", "plan_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} is {value!r}; allowed: None or an integer >= 1")
+        head_groups(self.num_heads, self.ptp_head_groups)
 
 
 _numbers = itertools.count()
@@ -139,8 +152,8 @@ def _flat_host_rows(rows, batch, num_tokens):
 
 
 @constexpr(check=False)
-def _strategy_cell(number, tensors, host, boundaries, output_final_state):
-    return _cores[number].strategy_cell(tensors, host, boundaries, output_final_state)
+def _strategy_cell(number, tensors, host, boundaries, output_final_state, compiled):
+    return _cores[number].strategy_cell(tensors, host, boundaries, output_final_state, compiled)
 
 
 class KdaCore(nn.Cell):
@@ -175,12 +188,11 @@ class KdaCore(nn.Cell):
     def __init__(self, config: KdaCoreConfig, group: CpGroup | None = None):
         super().__init__()
         group = CpGroup.single() if group is None else group
-        if config.strategy == "none" and group.size > 1:
-            raise ValueError(f"strategy is 'none' with a group of {group.size} ranks; allowed: 'ulysses' or 'state_scan'")
-        if config.strategy == "ulysses":
-            check_heads(group.size, num_heads=config.num_heads, num_v_heads=config.num_v_heads)
+        config = resolve_auto(config, group)
+        check_strategy(config, group)
         self.config = config
         self.group = group
+        self.group_parts = split_for(config, group)
         self.distributed = group.size > 1
         self.number = next(_numbers)
         _cores[self.number] = self
@@ -235,7 +247,7 @@ class KdaCore(nn.Cell):
             describe(dt_bias),
             describe(initial_state),
         )
-        cell = _strategy_cell(self.number, infos, rows, describe(boundaries), output_final_state)
+        cell = _strategy_cell(self.number, infos, rows, describe(boundaries), output_final_state, in_graph())
         none = ops.zeros((1,), ms.float32)
         results = cell(
             q, k, v, g, beta,
@@ -246,14 +258,15 @@ class KdaCore(nn.Cell):
         )  # fmt: skip
         return results[0], results[1] if output_final_state else None
 
-    def strategy_cell(self, tensors: tuple, rows, boundaries, output_final_state: bool) -> StrategyCell:
+    def strategy_cell(self, tensors: tuple, rows, boundaries, output_final_state: bool, compiled: bool = False) -> StrategyCell:
         """The strategy for inputs with these ``(shape, dtype)`` (None: absent), after checking them.
 
-        ``rows``: host boundaries, one tuple of integers for B = 1 or one a row; ``boundaries``: ``(shape, dtype)`` of a boundary Tensor.
+        ``rows``: host boundaries, one tuple of integers for B = 1 or one a row; ``boundaries``: ``(shape, dtype)`` of a boundary Tensor;
+        ``compiled``: the cell becomes part of a graph.
         """
-        return StrategyCell(self._strategy(tensors, rows, boundaries), output_final_state)
+        return StrategyCell(self._strategy(tensors, rows, boundaries, compiled), output_final_state)
 
-    def _strategy(self, tensors, rows, boundaries):
+    def _strategy(self, tensors, rows, boundaries, compiled):
         c, group = self.config, self.group
         q, k, v, g, beta, a_log, dt_bias, initial_state = tensors
         batch, num_tokens = q[0][0], sum(group.lengths(q[0][1] if len(q[0]) > 1 else 0))
@@ -270,25 +283,12 @@ class KdaCore(nn.Cell):
         ):  # fmt: skip
             if sizes[axis] != expected:
                 raise ValueError(f"{name} has {axis}={sizes[axis]}; allowed: {expected}, as configured")
-        begin = sum(group.lengths(sizes["T"])[: group.rank])
         if group.lengths(sizes["T"])[group.rank] != sizes["T"]:
             raise ValueError(f"query has {sizes['T']} tokens; allowed: {group.lengths(0)[group.rank]}, the slice of rank {group.rank}")
-        backend = backends.select("chunk_kda")
-        options = self._options(a_log is not None, dt_bias is not None)
-        if c.strategy == "ulysses":
-            cu = "tensor" if boundaries is not None else None if rows is None else flat_rows(rows, num_tokens)
-            opts = KdaOptions(cu_seqlens=cu, has_initial_state=initial_state is not None, state_v_first=c.state_v_first, **options)
-            return Ulysses(opts, backend, group, c.reduce_replicated_grads, batch)
-        if boundaries is not None:
-            documents = TensorDocuments(batch, num_documents // batch, begin, begin + sizes["T"], group.rank == 0)
-            cu = "tensor"
-        else:
-            documents = HostDocuments(rows or ((0, num_tokens),) * batch, begin, begin + sizes["T"], group.rank == 0)
-            cu = documents.local_boundaries
-        opts = KdaOptions(cu_seqlens=cu, has_initial_state=True, **options)
-        return StateScan(
-            opts, backend, group, documents, c.reduce_replicated_grads, initial_state is not None, c.state_v_first, c.keep_transitions
-        )
+        per_row = 0 if boundaries is None else num_documents // batch
+        call = Call(batch, num_tokens, sizes["T"], rows, per_row, initial_state is not None, compiled)
+        fields = self._options(a_log is not None, dt_bias is not None)
+        return build(c, group, self.group_parts, backends.select("chunk_kda"), fields, call)
 
     def _options(self, has_a_log, has_dt_bias) -> dict:
         c = self.config

@@ -8,6 +8,8 @@ state's gradient comes back whole on every rank.
 
 from mindspore import ops
 
+from kcp.parallel.traffic import PARAMETER
+
 REDUCE_CHOICES = ("trainer", "kcp")
 
 
@@ -20,9 +22,9 @@ def reduce_gate_parameters(opts, da_log, ddt_bias, dq, collectives, reduced_by: 
     if reduced_by != "kcp":
         return da_log, ddt_bias, dq
     if opts.has_a_log:
-        da_log = collectives.all_reduce(ops.depend(da_log, dq))
+        da_log = collectives.all_reduce(ops.depend(da_log, dq), PARAMETER)
         dq = ops.depend(dq, da_log)
     if opts.has_dt_bias:
-        ddt_bias = collectives.all_reduce(ops.depend(ddt_bias, dq))
+        ddt_bias = collectives.all_reduce(ops.depend(ddt_bias, dq), PARAMETER)
         dq = ops.depend(dq, ddt_bias)
     return da_log, ddt_bias, dq

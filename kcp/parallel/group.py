@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import mindspore as ms
 
 from kcp.parallel.collectives import Collectives, SingleRank
+from kcp.parallel.traffic import Traffic
 
 
 @ms.jit_class
@@ -40,6 +41,11 @@ class CpGroup:
         self.slice_lengths = slice_lengths
         self.longest_slice = max(slice_lengths) if slice_lengths else 0
         self.collectives = collectives
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes received by this rank, by purpose (PyNative and lockstep runs; see :mod:`kcp.parallel.traffic`)."""
+        return self.collectives.traffic
 
     @staticmethod
     def single() -> "CpGroup":

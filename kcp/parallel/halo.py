@@ -7,6 +7,8 @@ kernel-1 tokens before its own slice, zeros before the sequence's start. The adj
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
+from kcp.parallel.traffic import HALO
+
 
 def _tail(x: Tensor, halo: int) -> Tensor:
     """Last ``halo`` tokens of ``[B, T, D]``, zeros in front if there are fewer: ``[B, halo, D]``."""
@@ -67,7 +69,7 @@ class Halo(nn.Cell):
 
     def forward(self, x):
         """The halo of this rank."""
-        tails = self.group.collectives.all_gather(_tail(x, self.halo))
+        tails = self.group.collectives.all_gather(_tail(x, self.halo), HALO)
         runs = halo_sources(self.group.lengths(x.shape[1]), self.group.rank, self.halo)
         parts, filled = [], 0
         for i in range(len(runs)):
@@ -81,7 +83,7 @@ class Halo(nn.Cell):
 
     def backward(self, x, d_halo):
         """Gradient of x ``[B, T_local, D]``: what later ranks' halos owe to this rank's last tokens."""
-        gathered = self.group.collectives.all_gather(d_halo)
+        gathered = self.group.collectives.all_gather(d_halo, HALO)
         owed = halo_debts(self.group.lengths(x.shape[1]), self.group.rank, self.halo)
         d_tail = ops.depend(ops.zeros((x.shape[0], self.halo, x.shape[2]), x.dtype), gathered)
         for i in range(len(owed)):

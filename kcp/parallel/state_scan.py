@@ -33,6 +33,7 @@ from kcp.parallel.documents import (
     placed,
 )
 from kcp.parallel.gradients import reduce_gate_parameters
+from kcp.parallel.traffic import FINAL_STATE, INITIAL_STATE, STATE
 
 
 @ms.jit_class
@@ -91,6 +92,24 @@ class StateScan:
             m = ops.gather(whole, index[LAST], 0)[..., value_width:] * index[THROUGH]
         return ops.concat((e, m), -1)
 
+    def _exchange_forward(self, own, value_width):
+        """``(state that crosses into this rank, transitions to keep, what later exchanges are tied to)``."""
+        gathered = self.group.collectives.all_gather(own, STATE)
+        crossing = own[..., :value_width]
+        if self.documents.any_continues:
+            crossing = summary.prefix(gathered, self.group.rank, ops.zeros(crossing.shape, ms.float32))
+        return crossing, gathered[..., value_width:], gathered
+
+    def _exchange_backward(self, own, transitions, value_width):
+        """``(state gradient that crosses into this rank, what later exchanges are tied to)``; transitions as kept, or None."""
+        gathered = self.group.collectives.all_gather(own, STATE)
+        crossing = own[..., :value_width]
+        if self.documents.any_open:
+            d_m = gathered[..., value_width:] if transitions is None else ops.swapaxes(transitions, -1, -2)
+            none = ops.zeros(crossing.shape, ms.float32)
+            crossing = summary.suffix(gathered[..., :value_width], d_m, self.group.rank, none)
+        return crossing, gathered
+
     def forward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, output_final_state):
         """This rank's tokens in and out (BSND); ``(out, final_state, saved)``, saved = local initial states, transitions, local caches."""
         docs, heads, width, value_width = self.documents, v.shape[2], q.shape[3], v.shape[3]
@@ -105,23 +124,22 @@ class StateScan:
             h0 = ops.gather(states, index[PICK], 0)
             opened = self.backend.forward_open(self.opts, q, k, v, g, beta, a_log, dt_bias, index[LOCAL_BOUNDARIES])
         own = self._send_forward(q, k, v, g, beta, a_log, dt_bias, index, h0, opened)
-        gathered = self.group.collectives.all_gather(ops.depend(own, q))
+        crossing, transitions, tied = self._exchange_forward(ops.depend(own, q), value_width)
         out, final_state, saved = v, ops.zeros(states.shape, ms.float32), ()
         if not self.no_tokens:
             if docs.any_continues:
-                none = ops.zeros((docs.num_rows, heads, width, value_width), ms.float32)
-                h0 = mixed(h0, summary.prefix(gathered, self.group.rank, none), index[CONTINUES], index[ROW])
-            h0 = ops.depend(h0 * 1.0, gathered)
+                h0 = mixed(h0, crossing, index[CONTINUES], index[ROW])
+            h0 = ops.depend(h0 * 1.0, tied)
             out, ends, saved = self.backend.forward_close(self.opts, q, k, v, g, beta, a_log, dt_bias, h0, index[LOCAL_BOUNDARIES], opened)
             final_state = placed(ends, index[ENDING])
         else:
-            out = ops.depend(v * 1.0, gathered)
+            out = ops.depend(v * 1.0, tied)
         if docs.any_empty:
             final_state = final_state + states * index[EMPTY]
         if output_final_state:
-            final_state = self.group.collectives.all_reduce(ops.depend(final_state, out))
+            final_state = self.group.collectives.all_reduce(ops.depend(final_state, out), FINAL_STATE)
             out = ops.depend(out, final_state)
-        boundary = (h0, gathered[..., value_width:]) if self.keep_transitions else (h0,)
+        boundary = (h0, transitions) if self.keep_transitions else (h0,)
         return self._unflat(out), transpose_state(final_state, self.state_v_first), boundary + saved
 
     def _send_backward(self, q, v, index, d_ends, caches, opened):
@@ -155,7 +173,7 @@ class StateScan:
         tied = q
         q, k, v, g, beta = self._flat(ops.depend(q, tied)), self._flat(k), self._flat(v), self._flat(g), self._flat(beta)
         if d_final is not None:
-            grads = transpose_state(collectives.all_reduce(d_final), self.state_v_first)
+            grads = transpose_state(collectives.all_reduce(d_final, FINAL_STATE), self.state_v_first)
         else:
             grads = ops.depend(ops.zeros(shape, ms.float32), tied)
         caches, opened, d_ends = (), (), grads[:1]
@@ -166,26 +184,24 @@ class StateScan:
                 self.opts, q, k, v, g, beta, a_log, dt_bias, h0, index[LOCAL_BOUNDARIES], saved[kept:], d_out
             )
         own = ops.depend(self._send_backward(q, v, index, d_ends, caches, opened), grads)
-        gathered = collectives.all_gather(own)
+        crossing, exchanged = self._exchange_backward(own, saved[1] if self.keep_transitions else None, value_width)
         if self.no_tokens:
             dq, dk, dv, dg, dbeta = q * 0.0, k * 0.0, v * 0.0, g * 0.0, beta * 0.0
-            dq, da_log, ddt_bias = ops.depend(dq, gathered), a_log * 0.0, dt_bias * 0.0
+            dq, da_log, ddt_bias = ops.depend(dq, exchanged), a_log * 0.0, dt_bias * 0.0
             dh0 = ops.zeros(shape, ms.float32)
         else:
             if docs.any_open:
-                d_m = ops.swapaxes(saved[1], -1, -2) if self.keep_transitions else gathered[..., value_width:]
-                none = ops.zeros((docs.num_rows,) + h0.shape[1:], ms.float32)
-                crossing = summary.suffix(gathered[..., :value_width], d_m, self.group.rank, none)
                 d_ends = mixed(d_ends, crossing, index[OPEN], index[ROW])
+            d_ends = ops.depend(d_ends * 1.0, exchanged)
             dq, dk, dv, dg, dbeta, da_log, ddt_bias, d_starts = self.backend.backward_close(
-                self.opts, q, k, v, g, beta, a_log, dt_bias, h0, index[LOCAL_BOUNDARIES], caches, opened, ops.depend(d_ends * 1.0, gathered)
+                self.opts, q, k, v, g, beta, a_log, dt_bias, h0, index[LOCAL_BOUNDARIES], caches, opened, d_ends
             )
             dh0 = placed(d_starts, index[STARTING])
         da_log, ddt_bias, dq = reduce_gate_parameters(self.opts, da_log, ddt_bias, dq, collectives, self.reduced_by)
         if self.has_initial_state:
             if docs.any_empty:
                 dh0 = dh0 + grads * index[EMPTY]
-            dh0 = collectives.all_reduce(ops.depend(dh0, dq))
+            dh0 = collectives.all_reduce(ops.depend(dh0, dq), INITIAL_STATE)
             dq = ops.depend(dq, dh0)
             dh0 = transpose_state(dh0, self.state_v_first)
         else:

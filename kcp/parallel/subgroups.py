@@ -1,33 +1,12 @@
-"""Context-parallel groups smaller than the launch: consecutive ranks share a sample, such groups share the batch."""
+"""Context-parallel groups smaller than the launch, and parts of a group."""
 
-import mindspore as ms
-import numpy as np
-from mindspore import Tensor, ops
-from mindspore.communication import create_group
-
-from kcp.parallel.collectives import Collectives
 from kcp.parallel.group import CpGroup
-
-
-@ms.jit_class
-class SubgroupCollectives(Collectives):
-    """Collectives of a part of the launch on the CPU, whose AllGather serves the whole launch alone.
-
-    An all-gather is a sum over the group: each rank adds its tensor at its own place among zeros.
-    """
-
-    def __init__(self, rank: int, size: int, group: str):
-        super().__init__(rank, size, group)
-        self.place = Tensor(np.arange(size) == rank, ms.float32)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """``[...] -> [size, ...]``, rank order; every dtype travels as float32."""
-        place = self.place.reshape((self.size,) + (1,) * x.ndim)
-        return ops.cast(self.all_reduce(place * ops.expand_dims(ops.cast(x, ms.float32), 0)), x.dtype)
 
 
 def context_parallel_group(size: int) -> CpGroup:
     """The context-parallel group of this process: ``size`` consecutive ranks, the first starting at a multiple of size.
+
+    Such groups share the batch of a launch among them.
 
     Args:
         size: Ranks that share a sample.
@@ -41,16 +20,24 @@ def context_parallel_group(size: int) -> CpGroup:
     if size == 1:
         return CpGroup.single()
     world = CpGroup.world()
-    if world.size == size:
-        return world
     if world.size % size:
         raise ValueError(
             f"context_parallel_size: {size} is not supported; the launch has {world.size} ranks, "
             "a multiple of context_parallel_size is needed"
         )
-    rank, begin = world.rank % size, world.rank // size * size
-    name = f"kcp_context_parallel_{begin}"
-    create_group(name, list(range(begin, begin + size)))
-    on_cpu = ms.get_context("device_target") == "CPU"
-    collectives = (SubgroupCollectives if on_cpu else Collectives)(rank, size, name)
-    return CpGroup(rank, size, collectives=collectives)
+    begin = world.rank // size * size
+    return part(world, range(begin, begin + size))
+
+
+def part(group: CpGroup, ranks: range, slice_lengths: tuple | None = None) -> CpGroup:
+    """The ranks ``ranks`` of ``group`` as a group of their own; this rank must be among them, and every one of them must ask for it.
+
+    Args:
+        group: the whole.
+        ranks: the members, by their ranks in ``group``.
+        slice_lengths: tokens of every member; None: equal.
+    """
+    if len(ranks) == 1:
+        return CpGroup(0, 1, slice_lengths)
+    collectives = group.collectives if len(ranks) == group.size else group.collectives.subgroup(ranks)
+    return CpGroup(ranks.index(group.rank), len(ranks), slice_lengths, collectives=collectives)

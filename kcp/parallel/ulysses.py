@@ -12,13 +12,7 @@ from mindspore.ops import constexpr
 
 from kcp.parallel.boundaries import flat_tensor_rows
 from kcp.parallel.gradients import reduce_gate_parameters
-
-
-def check_heads(size: int, **heads: int) -> None:
-    """Refuse head counts that the group's size does not divide."""
-    for name, count in heads.items():
-        if count % size:
-            raise ValueError(f"{name} is {count}; allowed under ulysses: a multiple of the group's size {size}")
+from kcp.parallel.traffic import FINAL_STATE, HEADS, INITIAL_STATE
 
 
 def sequence_to_heads(x: Tensor, group) -> Tensor:
@@ -29,7 +23,7 @@ def sequence_to_heads(x: Tensor, group) -> Tensor:
         x = ops.concat((x, ops.zeros((x.shape[0], longest - x.shape[1]) + x.shape[2:], x.dtype)), 1)
     shape = x.shape
     x = x.reshape((shape[0], longest, group.size, shape[2] // group.size) + shape[3:])
-    received = group.collectives.all_to_all(ops.transpose(x, _axis_first(2, x.ndim)))
+    received = group.collectives.all_to_all(ops.transpose(x, _axis_first(2, x.ndim)), HEADS)
     parts = []
     for r in range(group.size):
         parts.append(received[r][:, : lengths[r]])
@@ -47,7 +41,7 @@ def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
             piece = ops.concat((piece, ops.zeros((x.shape[0], longest - lengths[r]) + x.shape[2:], x.dtype)), 1)
         pieces.append(piece)
         begin += lengths[r]
-    received = group.collectives.all_to_all(ops.stack(tuple(pieces), 0))
+    received = group.collectives.all_to_all(ops.stack(tuple(pieces), 0), HEADS)
     heads = []
     for r in range(group.size):
         heads.append(received[r][:, :local_tokens])
@@ -129,7 +123,15 @@ def _check_token_tensor(shape, position, size):
 
 @ms.jit_class
 class Ulysses:
-    """The strategy for KDA, explicit forward and backward."""
+    """The strategy for KDA, explicit forward and backward.
+
+    Args:
+        opts: options of the whole-sequence op on the local heads.
+        backend: serves it.
+        group: the ranks.
+        reduced_by: who reduces the gradients of a_log and dt_bias.
+        num_rows: B.
+    """
 
     def __init__(self, opts, backend, group, reduced_by: str, num_rows: int):
         self.opts = opts
@@ -137,6 +139,7 @@ class Ulysses:
         self.group = group
         self.reduced_by = reduced_by
         self.num_rows = num_rows
+        self.everyone = group.collectives  # over whom the parameters' gradients are summed
         self.flat = opts.cu_seqlens is not None and num_rows > 1
 
     def _boundaries(self, cu, num_tokens):
@@ -178,9 +181,9 @@ class Ulysses:
             initial_state = initial_state[:, begin:end]
         return a_log, dt_bias, initial_state
 
-    def _gather_heads(self, state):
+    def _gather_heads(self, state, purpose):
         """``[N, H / W, ...] -> [N, H, ...]`` on every rank."""
-        parts = self.group.collectives.all_gather(state)
+        parts = self.group.collectives.all_gather(state, purpose)
         heads = []
         for r in range(self.group.size):
             heads.append(parts[r])
@@ -198,16 +201,25 @@ class Ulysses:
             parts.append(after)
         return ops.concat(tuple(parts), 0)
 
+    def _local_forward(self, inputs, cu, output_final_state):
+        """The op on the local heads: ``(out, final_state, caches)``."""
+        q, k, v, g, beta, a_log, dt_bias, initial_state = inputs
+        cu = self._boundaries(cu, v.shape[1] // self.num_rows)
+        return self.backend.op_forward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)
+
+    def _local_backward(self, inputs, cu, caches, d_out, d_final):
+        """Its eight gradients."""
+        q, k, v, g, beta, a_log, dt_bias, initial_state = inputs
+        cu = self._boundaries(cu, v.shape[1] // self.num_rows)
+        return self.backend.op_backward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, caches, d_out, d_final)
+
     def forward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, output_final_state):
         """This rank's tokens in and out (BSND); ``(out, final_state, saved)``, saved = the exchanged inputs, local caches."""
         local_tokens = v.shape[1]
         inputs = self._exchange_in(q, k, v, g, beta, a_log, dt_bias, initial_state)
-        out, final_state, saved = self.backend.op_forward(
-            self.opts, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6], inputs[7],
-            self._boundaries(cu, inputs[2].shape[1] // self.num_rows),
-        )  # fmt: skip
+        out, final_state, saved = self._local_forward(inputs, cu, output_final_state)
         if output_final_state:
-            final_state = self._gather_heads(final_state)
+            final_state = self._gather_heads(final_state, FINAL_STATE)
             out = ops.depend(out, final_state)
         return heads_to_sequence(self._unflatten(out), self.group, local_tokens), final_state, inputs[:5] + saved
 
@@ -222,11 +234,9 @@ class Ulysses:
             if d_out is not None:
                 d_final = ops.depend(d_final, d_out)
             begin = self.group.rank * lv.shape[2]
-            d_final = self.group.collectives.all_reduce(d_final)[:, begin : begin + lv.shape[2]]
-        dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self.backend.op_backward(
-            self.opts, lq, lk, lv, lg, lbeta, a_log, dt_bias, initial_state,
-            self._boundaries(cu, lv.shape[1] // self.num_rows), saved[5:], d_out, d_final,
-        )  # fmt: skip
+            d_final = self.group.collectives.all_reduce(d_final, FINAL_STATE)[:, begin : begin + lv.shape[2]]
+        inputs = (lq, lk, lv, lg, lbeta, a_log, dt_bias, initial_state)
+        dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0 = self._local_backward(inputs, cu, saved[5:], d_out, d_final)
         dq, dk, dv, dg, dbeta = (
             self._unflatten(dq), self._unflatten(dk), self._unflatten(dv), self._unflatten(dg), self._unflatten(dbeta)
         )  # fmt: skip
@@ -240,8 +250,8 @@ class Ulysses:
             da_log = self._spread_heads(da_log)
         if self.opts.has_dt_bias:
             ddt_bias = self._spread_heads(ddt_bias).reshape(whole_bias)
-        da_log, ddt_bias, dqk = reduce_gate_parameters(self.opts, da_log, ddt_bias, dqk, self.group.collectives, self.reduced_by)
+        da_log, ddt_bias, dqk = reduce_gate_parameters(self.opts, da_log, ddt_bias, dqk, self.everyone, self.reduced_by)
         if self.opts.has_initial_state:
-            dh0 = self._gather_heads(ops.depend(dh0, dqk))
+            dh0 = self._gather_heads(ops.depend(dh0, dqk), INITIAL_STATE)
             dqk = ops.depend(dqk, dh0)
         return dqk[..., :width], dqk[..., width:], dv, dg, dbeta, da_log, ddt_bias, dh0

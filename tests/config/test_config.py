@@ -59,6 +59,7 @@ def test_shipped_files_are_valid(name, world_size, local):
     assert run.world_size == world_size
     assert run.local_seq_length == local
 
+
 def test_48b_file_is_the_released_model():
     model = load_run_config(CONFIGS / "kimi_linear_48b_npu.yaml").model
     released, _ = model_options_from_json(RELEASED)
@@ -103,7 +104,10 @@ CASES = [
         "paralel_config: unknown section, MindFormers would ignore it; did you mean parallel_config?",
     ),
     # values
-    ({f"{M}.kda_cp_strategy": "uleses"}, f"{M}.kda_cp_strategy = 'uleses': one of none, ulysses, state_scan is needed"),
+    (
+        {f"{M}.kda_cp_strategy": "uleses"},
+        f"{M}.kda_cp_strategy = 'uleses': one of none, ulysses, state_scan, ptp_chain, ptp_tree, hybrid, auto is needed",
+    ),
     ({f"{M}.kda_chunk_size": 48}, f"{M}.kda_chunk_size = 48: one of 16, 32, 64 is needed"),
     ({f"{M}.kda_chunk_size": True}, f"{M}.kda_chunk_size = True: one of 16, 32, 64 is needed"),
     ({f"{M}.kda_lower_bound": -6}, f"{M}.kda_lower_bound = -6.0: a number in [-5, 0) is needed"),
@@ -153,7 +157,7 @@ CASES = [
     ({f"{M}.vocab_size": 256}, f"{M}.vocab_size = 256: the byte tokenizer needs at least 259"),
     (
         {f"{M}.kda_cp_strategy": "none"},
-        f"{M}.kda_cp_strategy = 'none': ulysses or state_scan is needed with {P}.context_",
+        f"{M}.kda_cp_strategy = 'none': one of ulysses, state_scan, ptp_chain, ptp_tree, hybrid is needed with {P}.context_",
     ),
     ({f"{P}.model_parallel": 2}, f"{P}.model_parallel = 2: only 1 is supported"),
     ({f"{P}.pipeline_stage": 2}, f"{P}.pipeline_stage = 2: only 1 is supported"),
@@ -193,6 +197,18 @@ def test_each_wrong_thing_gives_its_line(load, changes, expected):
 @pytest.mark.parametrize(("changes", "expected"), CASES[:-3], ids=[expected[:60] for _, expected in CASES[:-3]])
 def test_one_wrong_thing_gives_one_line(load, changes, expected):
     assert len(problems(load, changes)) == 1
+
+
+def test_ranks_and_heads_decide_about_groups_and_degrees(load):
+    hybrid = {f"{P}.context_parallel": 4, f"{D}.context_parallel": 4, f"{M}.kda_cp_strategy": "hybrid"}
+    degree = f"{M}.kda_hybrid_ulysses_degree"
+    assert problems(load, hybrid | {degree: 3})[0] == f"{degree} = 3: a divisor of {P}.context_parallel = 4 is needed"
+    assert problems(load, hybrid | {degree: 4, f"{M}.linear_num_heads": 2}) == (
+        f"{degree} = 4: a divisor of linear_num_heads = 2 is needed",
+    )
+    assert load(hybrid | {degree: 2}).model.kda_hybrid_ulysses_degree == 2
+    groups = f"{M}.kda_ptp_head_groups"
+    assert problems(load, {groups: 3}) == (f"{groups} = 3: a divisor of linear_num_heads = 4 is needed",)
 
 
 def test_heads_decide_about_ulysses(load):

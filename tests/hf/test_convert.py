@@ -140,7 +140,9 @@ def edit_index(source, change):
     path.write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/stolen.safetensors", "a/../../b.safetensors", "x\\y.safetensors", "m.bin", ""])
+@pytest.mark.parametrize(
+    "name", ["../stolen.safetensors", "/etc/stolen.safetensors", "a/../../b.safetensors", "x\\y.safetensors", "m.bin", ""]
+)
 def test_an_index_can_not_leave_the_folder(tmp_path, name):
     source = write_checkpoint(tmp_path / "hf", random_tensors(), 2)
     write_safetensors(tmp_path / "stolen.safetensors", {GATE: random_tensors()[GATE]})

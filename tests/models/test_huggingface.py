@@ -6,7 +6,15 @@ import mindspore as ms
 import numpy as np
 import pytest
 from hf_cases import (
-    RELEASED, TINY, check_golden, golden_folder, golden_results, random_tensors, shapes_of_tiny, shifted_labels, write_checkpoint,
+    RELEASED,
+    TINY,
+    check_golden,
+    golden_folder,
+    golden_results,
+    random_tensors,
+    shapes_of_tiny,
+    shifted_labels,
+    write_checkpoint,
 )  # fmt: skip
 from mindspore import Tensor, ops
 

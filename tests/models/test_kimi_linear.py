@@ -164,7 +164,7 @@ def test_later_tokens_do_not_change_earlier_logits():
         ({"mlp_layer_types": ["dense", "sparse"]}, "num_experts: None .* sparse layers"),
         ({"num_experts": 8}, "num_experts: 8 .* mlp_layer_types"),
         ({"compute_dtype": "float8"}, "compute_dtype: 'float8' .* float32, float16, bfloat16"),
-        ({"context_parallel_size": 2}, "kda_cp_strategy: 'none' .* ulysses or state_scan"),
+        ({"context_parallel_size": 2}, "kda_cp_strategy: 'none' .* one of ulysses, state_scan, ptp_chain"),
         ({"context_parallel_size": 3, "kda_cp_strategy": "ulysses"}, "seq_length: 20 .* multiple of"),
     ],
 )

@@ -1,6 +1,7 @@
-// A small matrix of calls in one program, for sanitizers and for processors that are emulated: every entry point, packs, groups,
-// odd widths, all storage types, 1 to 4 threads, concurrent callers, and a fork. Checks that results are finite, that they do not depend
-// on the number of threads, and that the stages agree with the fused operator. Exit code 0: all is well.
+// A small matrix of calls in one program, for sanitizers and for processors that are emulated: every entry point,
+// packs, groups, odd widths, all storage types, 1 to 4 threads, concurrent callers, and a fork. Checks that results are
+// finite, that they do not depend on the number of threads, and that the stages agree with the fused operator. Exit
+// code 0: all is well.
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -17,8 +18,8 @@
 
 typedef int Entry(int, void**, int*, int64_t**, const char**, void*, void*);
 extern "C" {
-Entry kcp_forward, kcp_backward, kcp_summary, kcp_backward_summary, kcp_fwd_prepare, kcp_pre_process_fwd, kcp_fwd_h, kcp_fwd_finalize,
-    kcp_bwd_prepare, kcp_pre_process_bwd, kcp_bwd_dhu, kcp_bwd_finalize;
+Entry kcp_forward, kcp_backward, kcp_summary, kcp_backward_summary, kcp_fwd_prepare, kcp_pre_process_fwd, kcp_fwd_h,
+    kcp_fwd_finalize, kcp_bwd_prepare, kcp_pre_process_bwd, kcp_bwd_dhu, kcp_bwd_finalize;
 const char* kcp_isa();
 }
 
@@ -38,7 +39,9 @@ struct Array {
     bytes.resize(n);
   }
   float* f() { return (float*)bytes.data(); }
-  size_t count() const { return bytes.size() / (dtype == "int64" ? 8 : dtype == "float32" || dtype == "int32" ? 4 : 2); }
+  size_t count() const {
+    return bytes.size() / (dtype == "int64" ? 8 : dtype == "float32" || dtype == "int32" ? 4 : 2);
+  }
 };
 
 static thread_local uint64_t seed = 1;
@@ -67,7 +70,9 @@ static int call(Entry* entry, std::vector<Array*> arrays) {
   std::vector<int> ranks;
   std::vector<int64_t*> shapes;
   std::vector<const char*> dtypes;
-  for (Array* a : arrays) data.push_back(a->bytes.data()), ranks.push_back((int)a->shape.size()), shapes.push_back(a->shape.data()), dtypes.push_back(a->dtype.c_str());
+  for (Array* a : arrays)
+    data.push_back(a->bytes.data()), ranks.push_back((int)a->shape.size()), shapes.push_back(a->shape.data()),
+        dtypes.push_back(a->dtype.c_str());
   return entry((int)arrays.size(), data.data(), ranks.data(), shapes.data(), dtypes.data(), nullptr, nullptr);
 }
 static bool finite(const Array& a) {
@@ -109,31 +114,45 @@ static std::vector<Array> fused(const Shape& s, bool saved, bool stages) {
   seed = 7;
   const int64_t B = s.batch, T = s.tokens, H = s.heads, G = s.key_heads, K = s.key, V = s.value;
   const int64_t N = s.bounds.empty() ? B : (int64_t)s.bounds.size() - 1;
-  Array q = random_array({B, T, G, K}, s.dtype), k = random_array({B, T, G, K}, s.dtype), v = random_array({B, T, H, V}, s.dtype),
-        g = random_array({B, T, H, K}, s.dtype), beta = random_array({B, T, H}, s.dtype), a_log = random_array({H}, "float32", 0.5f),
-        bias = random_array({H, K}, "float32"), h0 = random_array({N, H, K, V}, "float32"), dht = random_array({N, H, K, V}, "float32"),
-        d_out = random_array({B, T, H, V}, s.dtype), nothing({1}), cu({(int64_t)(s.bounds.empty() ? 1 : s.bounds.size())}, "int32");
+  Array q = random_array({B, T, G, K}, s.dtype), k = random_array({B, T, G, K}, s.dtype),
+        v = random_array({B, T, H, V}, s.dtype), g = random_array({B, T, H, K}, s.dtype),
+        beta = random_array({B, T, H}, s.dtype), a_log = random_array({H}, "float32", 0.5f),
+        bias = random_array({H, K}, "float32"), h0 = random_array({N, H, K, V}, "float32"),
+        dht = random_array({N, H, K, V}, "float32"), d_out = random_array({B, T, H, V}, s.dtype), nothing({1}),
+        cu({(int64_t)(s.bounds.empty() ? 1 : s.bounds.size())}, "int32");
   for (size_t i = 0; i < s.bounds.size(); i++) ((int32_t*)cu.bytes.data())[i] = s.bounds[i];
   const int base = 1 + 2 + 4 + (s.bounds.empty() ? 0 : 8), cached = saved ? 32 : 0;
   const int64_t slot = padded(K) * padded(V) + 64 * padded(V) + 2 * 64 * 64;
-  Array out({B, T, H, V}, s.dtype), ht({N, H, K, V}), cache({saved ? (s.bounds.empty() ? B : 1) * chunks_of(s, 64) * H * slot + 32 : 1});
+  Array out({B, T, H, V}, s.dtype), ht({N, H, K, V}),
+      cache({saved ? (s.bounds.empty() ? B : 1) * chunks_of(s, 64) * H * slot + 32 : 1});
   Array forward = options(s, base + 16 + cached), backward = options(s, base + 64 + cached);
-  expect(call(kcp_forward, {&forward, &q, &k, &v, &g, &beta, &a_log, &bias, &h0, &cu, &out, &ht, &cache}) == 0, "forward");
+  expect(call(kcp_forward, {&forward, &q, &k, &v, &g, &beta, &a_log, &bias, &h0, &cu, &out, &ht, &cache}) == 0,
+         "forward");
   Array dq = q, dk = k, dv = v, dg = g, dbeta = beta, da({H}), db({H, K}), dh0({N, H, K, V});
-  expect(call(kcp_backward, {&backward, &q, &k, &v, &g, &beta, &a_log, &bias, &h0, &cu, &d_out, &dht, &cache, &dq, &dk, &dv, &dg, &dbeta, &da, &db, &dh0}) == 0,
+  expect(call(kcp_backward, {&backward, &q,     &k,  &v,  &g,  &beta, &a_log, &bias, &h0, &cu, &d_out,
+                             &dht,      &cache, &dq, &dk, &dv, &dg,   &dbeta, &da,   &db, &dh0}) == 0,
          "backward");
-  Array summary({N, H, K, V + K}), both = options(s, base + 128), dE({N, H, K, V}), gradient = options(s, base - 4 + 64 + cached);
+  Array summary({N, H, K, V + K}), both = options(s, base + 128), dE({N, H, K, V}),
+                                   gradient = options(s, base - 4 + 64 + cached);
   expect(call(kcp_summary, {&both, &q, &k, &v, &g, &beta, &a_log, &bias, &h0, &cu, &summary}) == 0, "summary");
-  expect(call(kcp_backward_summary, {&gradient, &q, &k, &v, &g, &beta, &a_log, &bias, &dht, &cu, &d_out, &cache, &dE}) == 0, "backward_summary");
+  expect(call(kcp_backward_summary,
+              {&gradient, &q, &k, &v, &g, &beta, &a_log, &bias, &dht, &cu, &d_out, &cache, &dE}) == 0,
+         "backward_summary");
   expect(difference(dE, dh0) < 1e-5, "state gradient alone");
   std::vector<Array> results = {out, ht, dq, dk, dv, dg, dbeta, da, db, dh0, summary, dE};
   if (!stages) return results;
   const int64_t C = s.chunk, Nc = chunks_of(s, s.chunk);
-  Array row({B, H, T, K}), scores({B, H, T, C}), key_row({B, G, T, K}), vrow({B, H, T, V}), rstd({B, G, T}), one({B, H, T}), states({B, Nc, H, K, V});
-  Array gk = row, aqk = scores, akk = scores, w = row, u = vrow, qg = row, kg = row, qs = row, qh = key_row, kh = key_row, qr = rstd, kr = rstd, be = one;
-  Array o = options(s, base), oh = options(s, base, 1), od = options(s, base + 64, 1), sum2({N, H, K, V + K}), sum3 = sum2;
-  expect(call(kcp_fwd_prepare, {&o, &q, &k, &v, &g, &beta, &a_log, &bias, &nothing, &cu, &gk, &aqk, &akk, &w, &u, &qg, &kg, &qs, &qh, &kh, &qr, &kr, &be}) == 0, "prepare");
-  Array h = states, vn = vrow, ht2 = ht, out2({B, T, H, V}), dA = scores, dvl = vrow, dqr = row, dh = states, dh02 = dh0, dvs = vrow;
+  Array row({B, H, T, K}), scores({B, H, T, C}), key_row({B, G, T, K}), vrow({B, H, T, V}), rstd({B, G, T}),
+      one({B, H, T}), states({B, Nc, H, K, V});
+  Array gk = row, aqk = scores, akk = scores, w = row, u = vrow, qg = row, kg = row, qs = row, qh = key_row,
+        kh = key_row, qr = rstd, kr = rstd, be = one;
+  Array o = options(s, base), oh = options(s, base, 1), od = options(s, base + 64, 1), sum2({N, H, K, V + K}),
+        sum3 = sum2;
+  expect(call(kcp_fwd_prepare, {&o,   &q, &k, &v,  &g,  &beta, &a_log, &bias, &nothing, &cu, &gk, &aqk,
+                                &akk, &w, &u, &qg, &kg, &qs,   &qh,    &kh,   &qr,      &kr, &be}) == 0,
+         "prepare");
+  Array h = states, vn = vrow, ht2 = ht, out2({B, T, H, V}), dA = scores, dvl = vrow, dqr = row, dh = states,
+        dh02 = dh0, dvs = vrow;
   expect(call(kcp_fwd_h, {&o, &kg, &w, &u, &gk, &h0, &cu, &h, &vn, &ht2}) == 0, "fwd_h");
   expect(call(kcp_pre_process_fwd, {&o, &kg, &w, &u, &gk, &h0, &cu, &sum2}) == 0, "pre_process_fwd");
   expect(call(kcp_fwd_finalize, {&o, &qs, &aqk, &vn, &h, &cu, &out2}) == 0, "fwd_finalize");
@@ -142,7 +161,8 @@ static std::vector<Array> fused(const Shape& s, bool saved, bool stages) {
   for (int64_t b = 0; b < B; b++)
     for (int64_t t = 0; t < T; t++)
       for (int64_t hh = 0; hh < H; hh++)
-        for (int64_t j = 0; j < V; j++) dout_hm.f()[((b * H + hh) * T + t) * V + j] = d_out.f()[((b * T + t) * H + hh) * V + j];
+        for (int64_t j = 0; j < V; j++)
+          dout_hm.f()[((b * H + hh) * T + t) * V + j] = d_out.f()[((b * T + t) * H + hh) * V + j];
   expect(call(kcp_bwd_dhu, {&od, &qg, &kg, &w, &dout_hm, &dvl, &gk, &dht, &cu, &dh, &dh02, &dvs}) == 0, "bwd_dhu");
   expect(call(kcp_pre_process_bwd, {&od, &qg, &kg, &w, &dout_hm, &dvl, &gk, &dht, &cu, &sum3}) == 0, "pre_process_bwd");
   auto heads_first = [&](Array& x, int64_t n, int64_t width) {
@@ -150,20 +170,32 @@ static std::vector<Array> fused(const Shape& s, bool saved, bool stages) {
     const int64_t wd = width ? width : 1;
     for (int64_t b = 0; b < B; b++)
       for (int64_t t = 0; t < T; t++)
-        for (int64_t i = 0; i < n; i++) memcpy(y.f() + ((b * n + i) * T + t) * wd, x.f() + ((b * T + t) * n + i) * wd, wd * 4);
+        for (int64_t i = 0; i < n; i++)
+          memcpy(y.f() + ((b * n + i) * T + t) * wd, x.f() + ((b * T + t) * n + i) * wd, wd * 4);
     return y;
   };
   Array v2 = heads_first(v, H, V), g2 = heads_first(g, H, K), b2 = heads_first(beta, H, 0);
-  Array fin = options(s, base + 256, 1), dq2(q.shape), dk2(q.shape), dv2(v.shape), dg2(g.shape), dbeta2(beta.shape), da2 = da, db2 = db;
-  expect(call(kcp_bwd_finalize, {&fin, &qh, &kh, &v2, &g2, &b2, &a_log, &bias, &nothing, &cu, &akk, &vn, &h, &dh, &dvs, &dA, &dqr, &qr, &kr, &dq2, &dk2, &dv2, &dbeta2, &dg2, &da2, &db2}) == 0,
+  Array fin = options(s, base + 256, 1), dq2(q.shape), dk2(q.shape), dv2(v.shape), dg2(g.shape), dbeta2(beta.shape),
+        da2 = da, db2 = db;
+  expect(call(kcp_bwd_finalize, {&fin, &qh, &kh,  &v2, &g2, &b2,  &a_log, &bias, &nothing, &cu,  &akk, &vn, &h, &dh,
+                                 &dvs, &dA, &dqr, &qr, &kr, &dq2, &dk2,   &dv2,  &dbeta2,  &dg2, &da2, &db2}) == 0,
          "bwd_finalize");
   struct Pair {
     const char* name;
     Array *a, *b;
   };
-  for (Pair pair : {Pair{"out", &out2, &out}, {"final state", &ht2, &ht}, {"dq", &dq2, &dq}, {"dk", &dk2, &dk}, {"dv", &dv2, &dv}, {"dg", &dg2, &dg}, {"dbeta", &dbeta2, &dbeta}, {"dh0", &dh02, &dh0}, {"summary", &sum2, &summary}})
+  for (Pair pair : {Pair{"out", &out2, &out},
+                    {"final state", &ht2, &ht},
+                    {"dq", &dq2, &dq},
+                    {"dk", &dk2, &dk},
+                    {"dv", &dv2, &dv},
+                    {"dg", &dg2, &dg},
+                    {"dbeta", &dbeta2, &dbeta},
+                    {"dh0", &dh02, &dh0},
+                    {"summary", &sum2, &summary}})
     expect(difference(*pair.a, *pair.b) < 1e-5, std::string("stages: ") + pair.name);
-  for (Array& a : {std::ref(gk), std::ref(akk), std::ref(be), std::ref(sum3), std::ref(da2), std::ref(db2)}) expect(finite(a), "stages are finite");
+  for (Array& a : {std::ref(gk), std::ref(akk), std::ref(be), std::ref(sum3), std::ref(da2), std::ref(db2)})
+    expect(finite(a), "stages are finite");
   return results;
 }
 static bool same(const std::vector<Array>& a, const std::vector<Array>& b) {
@@ -174,9 +206,12 @@ static bool same(const std::vector<Array>& a, const std::vector<Array>& b) {
 
 int main() {
   const Shape shapes[] = {
-      {1, 70, 2, 2, 32, 32, 64, 1, {}, "float32"},        {2, 50, 4, 2, 20, 12, 32, 2, {}, "float32"},
-      {1, 90, 2, 1, 33, 64, 16, 1, {0, 20, 20, 85, 86, 90}, "float32"}, {1, 150, 1, 1, 64, 40, 64, 0, {}, "float32"},
-      {1, 40, 2, 2, 16, 16, 64, 1, {0, 40}, "bfloat16"},  {1, 40, 2, 1, 24, 16, 64, 2, {}, "float16"},
+      {1, 70, 2, 2, 32, 32, 64, 1, {}, "float32"},
+      {2, 50, 4, 2, 20, 12, 32, 2, {}, "float32"},
+      {1, 90, 2, 1, 33, 64, 16, 1, {0, 20, 20, 85, 86, 90}, "float32"},
+      {1, 150, 1, 1, 64, 40, 64, 0, {}, "float32"},
+      {1, 40, 2, 2, 16, 16, 64, 1, {0, 40}, "bfloat16"},
+      {1, 40, 2, 1, 24, 16, 64, 2, {}, "float16"},
       {1, 66, 1, 1, 128, 256, 64, 1, {}, "float32"},
   };
   printf("%s\n", kcp_isa());

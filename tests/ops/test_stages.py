@@ -75,15 +75,24 @@ CHAINS = {
 
 @pytest.mark.parametrize("variant", CHAINS)
 def test_chain_equals_the_op(variant, backend):
-    """The op's bits on composite; within 1e-6 where the op is fused."""
+    """The op's bits on composite; within 1e-6 where the op is fused.
+
+    Gradients of a_log and dt_bias are sums over tokens that can cancel: they are judged against the sums of the absolute terms.
+    """
     problem = make_problem(1, **{"T": 70, "initial_state": True, "d_final": True, **CHAINS[variant]})
-    got, want = Chain(problem).run(), run(problem)
+    got, want, truth = Chain(problem).run(), run(problem), problem.truth()
     if backend == "composite":
         assert_same_bits(got, want)
     else:
         for name in want:
-            assert relative(got[name], want[name]) <= (1e-6 if problem.dtype == "float32" else 4e-3), name
-    check(got, problem.truth(), dtype=problem.dtype)
+            size = np.linalg.norm(want[name])
+            if name == "a_log":
+                size = np.linalg.norm(truth["a_log_terms"])
+            elif name == "dt_bias":
+                size = np.linalg.norm(np.abs(truth["g"]).sum((0, 1)))
+            difference = np.linalg.norm(got[name].astype(np.float64) - want[name])
+            assert difference <= (1e-6 if problem.dtype == "float32" else 4e-3) * size, name
+    check(got, truth, dtype=problem.dtype)
 
 
 def test_chain_with_boundaries_in_a_tensor():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mindspore as ms
 import numpy as np
@@ -15,6 +15,8 @@ from kcp.parallel import CpGroup
 
 TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
 INPUTS = TOKEN_INPUTS + ("a_log", "dt_bias", "initial_state")
+STRATEGIES = ("ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid")
+SCANS = STRATEGIES[1:]  # those that carry states across ranks
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,10 @@ class CoreProblem:
             truth[name] = truth[name].reshape((self.batch, sum(self.lengths)) + truth[name].shape[2:])
         return truth
 
+    def one_device(self) -> CoreProblem:
+        """The same call on one rank that holds all tokens."""
+        return replace(self, lengths=(sum(self.lengths),), strategy="none")
+
     def rank_tensors(self, rank: int) -> dict[str, Tensor]:
         """What rank ``rank`` holds; every rank puts an equal part of the final state's gradient into the loss."""
         x = self.arrays()
@@ -126,8 +132,11 @@ def run_explicit(problem: CoreProblem, group: CpGroup, as_tensor: bool = False) 
     return _named(results[0], results[1] if problem.with_final_state else None, grads)
 
 
-def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool) -> dict[str, np.ndarray]:
-    """One rank's outputs and gradients through ``ms.grad`` of a loss, in PyNative or compiled (for msrun workers)."""
+def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool, host_boundaries: bool = False) -> dict[str, np.ndarray]:
+    """One rank's outputs and gradients through ``ms.grad`` of a loss, in PyNative or compiled (for msrun workers).
+
+    ``host_boundaries``: hand the boundaries over as integers, else as a Tensor (only without states, see :func:`run_explicit`).
+    """
     t = problem.rank_tensors(group.rank)
     core = KdaCore(problem.config(), group)
     d_out, d_final = t["d_out"], t["d_final"]
@@ -136,7 +145,16 @@ def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool) -> dict[str, n
 
     def loss(q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
         out, final_state = core(
-            q, k, v, g, beta, a_log, dt_bias, initial_state if with_initial else None, cu, output_final_state=with_final
+            q,
+            k,
+            v,
+            g,
+            beta,
+            a_log,
+            dt_bias,
+            initial_state if with_initial else None,
+            problem.cu_seqlens if host_boundaries else cu,
+            output_final_state=with_final,
         )
         total = (out * d_out).sum()
         if with_final:

@@ -4,13 +4,19 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
+from kcp import config
 from kcp.layers import KdaCore, KdaCoreConfig
 from kcp.parallel import ContextParallel, CpGroup
 from kcp.parallel.lockstep import LockstepCollectives, _Hub
+from kcp.parallel.strategies import STRATEGIES
 
 
 def _group(rank=0, size=2, slice_lengths=None):
     return CpGroup(rank, size, slice_lengths, LockstepCollectives(_Hub(size), rank))
+
+
+def _hybrid(size, degree):
+    return KdaCore(KdaCoreConfig(num_heads=2, strategy="hybrid", hybrid_ulysses_degree=degree), _group(0, size))
 
 
 def test_slice_bounds():
@@ -34,6 +40,10 @@ def test_slice_bounds():
         (lambda: KdaCoreConfig(num_heads=4, lower_bound=-9.0), ["lower_bound is -9.0", "[-5, 0)"]),
         (lambda: KdaCoreConfig(num_heads=4, reduce_replicated_grads="both"), ["reduce_replicated_grads is 'both'", "'trainer', 'kcp'"]),
         (lambda: KdaCore(KdaCoreConfig(num_heads=4), _group()), ["strategy is 'none'", "2 ranks", "'ulysses'"]),
+        (lambda: KdaCoreConfig(num_heads=4, ptp_head_groups=3), ["ptp_head_groups is 3", "divisor of num_heads=4"]),
+        (lambda: KdaCoreConfig(num_heads=4, hybrid_ulysses_degree=0), ["hybrid_ulysses_degree is 0", "integer >= 1"]),
+        (lambda: _hybrid(4, 3), ["hybrid_ulysses_degree is 3", "a divisor of the group's size 4"]),
+        (lambda: _hybrid(8, 4), ["hybrid_ulysses_degree is 4", "a divisor of num_heads 2"]),
         (lambda: KdaCore(KdaCoreConfig(num_heads=3, strategy="ulysses"), _group()), ["num_heads is 3", "multiple of the group's size 2"]),
     ],
 )
@@ -70,6 +80,10 @@ def test_wrong_inputs_of_a_sliced_core(strategy, group, arguments, words):
         _call(core, **arguments)
     for word in words:
         assert word in str(error.value)
+
+
+def test_configurations_name_the_strategies_that_exist():
+    assert config.STRATEGIES == STRATEGIES
 
 
 def test_ulysses_refuses_an_axis_that_is_not_the_heads():

@@ -1,17 +1,18 @@
 """KdaCore over W ranks in lockstep against the float64 recurrence: every strategy, unequal slices, states in and out."""
 
 import pytest
-from core_cases import CoreProblem, check, run_explicit
+from core_cases import SCANS, STRATEGIES, CoreProblem, check, run_explicit
 
 from kcp.parallel import lockstep
 
 
-def _run(problem: CoreProblem):
-    check(problem, lockstep.run(len(problem.lengths), lambda group: run_explicit(problem, group), problem.lengths))
+def _run(problem: CoreProblem, point_to_point: bool = True):
+    ranks = lockstep.run(len(problem.lengths), lambda group: run_explicit(problem, group), problem.lengths, point_to_point)
+    check(problem, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-@pytest.mark.parametrize("strategy", ["ulysses", "state_scan"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_slow_decay_and_states_in_the_loss(strategy, ranks):
     heads = ranks if strategy == "ulysses" else 2
     _run(CoreProblem(lengths=(18,) * ranks, strategy=strategy, num_heads=heads, num_v_heads=2 * heads, seed=ranks))
@@ -27,12 +28,12 @@ def test_slow_decay_and_states_in_the_loss(strategy, ranks):
     ],
     ids=["recompute-v-first", "transitions-exchanged", "kcp-reduces", "softplus"],
 )
-@pytest.mark.parametrize("strategy", ["ulysses", "state_scan"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_options(strategy, options):
     _run(CoreProblem(lengths=(7, 20, 13), strategy=strategy, num_heads=3, num_v_heads=3, options=options))
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "state_scan"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("initial", "final"), [(False, True), (True, False), (False, False)])
 def test_states_given_or_not(strategy, initial, final):
     _run(
@@ -42,7 +43,7 @@ def test_states_given_or_not(strategy, initial, final):
     )
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "state_scan"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fast_decay_and_long_first_slice(strategy):
     _run(CoreProblem(lengths=(65, 3), strategy=strategy, slow=False, options={"chunk_size": 64}))
 
@@ -51,6 +52,32 @@ def test_ulysses_carries_packed_documents():
     _run(CoreProblem(lengths=(15, 14, 11), strategy="ulysses", num_heads=3, num_v_heads=6, batch=1, cu_seqlens=(0, 13, 13, 14, 40)))
 
 
-def test_more_ranks_than_a_transposed_transition_survives():
+@pytest.mark.parametrize("strategy", SCANS)
+def test_more_ranks_than_a_transposed_transition_survives(strategy):
     """dM = M^T, applied over several ranks: with slow decay and W = 8 a wrong one is off by far more than the gate."""
-    _run(CoreProblem(lengths=(5,) * 8, strategy="state_scan", batch=1, num_heads=1, num_v_heads=1, seed=3))
+    _run(CoreProblem(lengths=(5,) * 8, strategy=strategy, batch=1, num_heads=1, num_v_heads=1, seed=3))
+
+
+@pytest.mark.parametrize("lengths", [(9, 1, 22, 8), (6, 0, 0, 5, 0)], ids=str)
+@pytest.mark.parametrize("strategy", ["ptp_chain", "ptp_tree"])
+def test_rounds_where_there_is_no_point_to_point(strategy, lengths):
+    """The schedules of graphs: every message is a round of all ranks."""
+    _run(CoreProblem(lengths=lengths, strategy=strategy), point_to_point=False)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 6])
+def test_chain_in_any_number_of_head_groups(groups):
+    options = {"ptp_head_groups": groups}
+    _run(CoreProblem(lengths=(7, 20, 13), strategy="ptp_chain", num_heads=6, num_v_heads=12, options=options))
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("reduced_by", ["trainer", "kcp"])
+def test_hybrid_of_every_degree(degree, reduced_by):
+    options = {"hybrid_ulysses_degree": degree, "reduce_replicated_grads": reduced_by}
+    _run(CoreProblem(lengths=(9, 1, 22, 8), strategy="hybrid", num_heads=4, num_v_heads=4, options=options))
+
+
+@pytest.mark.parametrize(("ranks", "degree"), [(4, 2), (8, 2), (8, 4)])
+def test_hybrid_blocks_and_scan(ranks, degree):
+    _run(CoreProblem(lengths=(5,) * ranks, strategy="hybrid", num_heads=4, num_v_heads=8, options={"hybrid_ulysses_degree": degree}))

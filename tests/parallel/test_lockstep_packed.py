@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from core_cases import CoreProblem, check, run_explicit
+from core_cases import SCANS, STRATEGIES, CoreProblem, check, run_explicit
 
 from kcp.parallel import lockstep
 
@@ -41,10 +41,11 @@ def _run(problem):
     check(problem, lockstep.run(len(problem.lengths), lambda group: run_explicit(problem, group), problem.lengths))
 
 
+@pytest.mark.parametrize("strategy", SCANS)
 @pytest.mark.parametrize(("documents", "cuts"), PACKINGS, ids=lambda x: "-".join(map(str, x[:8])))
-def test_state_scan(documents, cuts):
+def test_every_packing(strategy, documents, cuts):
     total = sum(documents)
-    _run(CoreProblem(lengths=_slices(total, cuts), strategy="state_scan", batch=1, cu_seqlens=_boundaries(documents)))
+    _run(CoreProblem(lengths=_slices(total, cuts), strategy=strategy, batch=1, cu_seqlens=_boundaries(documents)))
 
 
 @pytest.mark.parametrize(
@@ -53,20 +54,21 @@ def test_state_scan(documents, cuts):
     ids=["transitions-exchanged", "recompute-v-first", "kcp-reduces"],
 )
 @pytest.mark.parametrize(("documents", "cuts"), [PACKINGS[2], PACKINGS[3], PACKINGS[8], PACKINGS[9]])
-def test_state_scan_options(documents, cuts, options):
+@pytest.mark.parametrize("strategy", SCANS)
+def test_options(strategy, documents, cuts, options):
     problem = CoreProblem(
-        lengths=_slices(sum(documents), cuts), strategy="state_scan", batch=1, cu_seqlens=_boundaries(documents), options=options
+        lengths=_slices(sum(documents), cuts), strategy=strategy, batch=1, cu_seqlens=_boundaries(documents), options=options
     )
     _run(problem)
 
 
-@pytest.mark.parametrize("strategy", ["state_scan", "ulysses"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_row_has_its_own_documents(strategy):
     rows = (_boundaries((40,)), _boundaries((7, 0, 25, 8)), _boundaries((10, 30)))
     _run(CoreProblem(lengths=(10, 12, 0, 18), strategy=strategy, num_heads=4, num_v_heads=4, batch=3, cu_seqlens=rows))
 
 
-@pytest.mark.parametrize("strategy", ["state_scan", "ulysses"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("initial", "final"), [(False, True), (True, False), (False, False)])
 def test_states_given_or_not(strategy, initial, final):
     problem = CoreProblem(
@@ -76,9 +78,17 @@ def test_states_given_or_not(strategy, initial, final):
     _run(problem)
 
 
-def test_a_document_says_nothing_about_the_others():
+@pytest.mark.parametrize("strategy", ["ptp_chain", "ptp_tree"])
+def test_rounds_where_there_is_no_point_to_point(strategy):
+    rows = (_boundaries((40,)), _boundaries((7, 0, 25, 8)), _boundaries((10, 30)))
+    problem = CoreProblem(lengths=(10, 12, 0, 18), strategy=strategy, batch=3, cu_seqlens=rows)
+    check(problem, lockstep.run(4, lambda group: run_explicit(problem, group), problem.lengths, point_to_point=False))
+
+
+@pytest.mark.parametrize("strategy", SCANS)
+def test_a_document_says_nothing_about_the_others(strategy):
     """Perturbing document 0 leaves the others bitwise equal: no leak through a boundary, with slow decay and slices anywhere."""
-    problem = CoreProblem(lengths=(40, 44, 44), strategy="state_scan", batch=1, cu_seqlens=_boundaries((37, 51, 40)))
+    problem = CoreProblem(lengths=(40, 44, 44), strategy=strategy, batch=1, cu_seqlens=_boundaries((37, 51, 40)))
 
     class Perturbed(CoreProblem):
         def arrays(self):
@@ -87,7 +97,7 @@ def test_a_document_says_nothing_about_the_others():
                 x[name][:, :37] *= 1.5
             return x
 
-    other = Perturbed(lengths=problem.lengths, strategy="state_scan", batch=1, cu_seqlens=problem.cu_seqlens)
+    other = Perturbed(lengths=problem.lengths, strategy=strategy, batch=1, cu_seqlens=problem.cu_seqlens)
     a, b = (lockstep.run(3, lambda group, p=p: run_explicit(p, group), p.lengths) for p in (problem, other))
     for name in ("out", "q", "k", "v", "g", "beta"):
         one, two = (np.concatenate([r[name] for r in ranks], 1)[:, 37:] for ranks in (a, b))
@@ -95,7 +105,7 @@ def test_a_document_says_nothing_about_the_others():
     np.testing.assert_array_equal(a[0]["final_state"][1:], b[0]["final_state"][1:])
 
 
-@pytest.mark.parametrize("strategy", ["state_scan", "ulysses"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "rows", [(_boundaries((5, 0, 30, 5)),), (_boundaries((40,)), _boundaries((7, 25, 8)))], ids=["one row", "two rows"]
 )

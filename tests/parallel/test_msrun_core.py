@@ -26,13 +26,37 @@ def _problems(ranks: int) -> list[CoreProblem]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mode"), [(2, "pynative"), (3, "pynative"), (2, "graph"), pytest.param(3, "graph", marks=pytest.mark.ci)]
-)
-def test_core_among_processes(tmp_path, ranks, mode):
-    problems = _problems(ranks)[: 4 if mode == "pynative" else 3]
+def _point_to_point_problems() -> list[CoreProblem]:
+    return [
+        CoreProblem(lengths=(9, 4), strategy="ptp_chain", seed=4, options={"disable_recompute": False, "state_v_first": True}),
+        CoreProblem(lengths=(9, 4), strategy="ptp_tree", seed=5),
+    ]
+
+
+def _judge(tmp_path, ranks, mode, problems):
     names = [field.name for field in fields(CoreProblem)]
     (tmp_path / "problems.json").write_text(json.dumps([{n: getattr(p, n) for n in names} for p in problems]))
     run_workers(WORKER, workers=ranks, args=[str(tmp_path), mode], timeout=240)
     for number, problem in enumerate(problems):
         check(problem, [dict(np.load(tmp_path / f"result_{number}_{rank}.npz")) for rank in range(ranks)])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"), [(2, "pynative"), (3, "pynative"), (2, "graph"), pytest.param(3, "graph", marks=pytest.mark.ci)]
+)
+def test_core_among_processes(tmp_path, ranks, mode):
+    problems = _problems(ranks)[: 4 if mode == "pynative" else 3]
+    _judge(tmp_path, ranks, mode, problems)
+
+
+@pytest.mark.parametrize("mode", ["pynative", pytest.param("graph", marks=pytest.mark.ci)])
+def test_point_to_point_among_processes(tmp_path, mode):
+    _judge(tmp_path, 2, mode, _point_to_point_problems())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+def test_every_scan_among_four_processes(tmp_path, mode):
+    """Sub-groups (hybrid: 2 x 2), chains longer than a hop and trees of two rounds."""
+    scans = ("hybrid", "ptp_chain", "ptp_tree") if mode == "pynative" else ("hybrid",)
+    _judge(tmp_path, 4, mode, [CoreProblem(lengths=(7, 12, 3, 8), strategy=name, seed=6) for name in scans])

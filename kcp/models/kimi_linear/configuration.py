@@ -47,7 +47,11 @@ class KimiLinearConfig(PretrainedConfig):
         tie_word_embeddings: Whether the output projection is the embedding table.
         seq_length: Tokens of a training sample, over all context-parallel ranks.
         compute_dtype: Dtype of activations; parameters are float32.
-        kda_cp_strategy: ``none``, ``ulysses`` or ``state_scan``: how KDA crosses the ranks.
+        kda_cp_strategy: how KDA crosses the ranks, a strategy of :class:`~kcp.layers.kda_core.KdaCoreConfig`; ``auto`` plans for
+            ``seq_length``.
+        kda_ptp_head_groups: In how many groups of heads ptp_chain passes states on, a divisor of ``linear_num_heads``; 0: the largest up
+            to 8.
+        kda_hybrid_ulysses_degree: Consecutive ranks that exchange heads under hybrid, a divisor of the ranks and the heads; 0: the largest.
         mla_cp_strategy: ``none``, ``ulysses`` or ``latent_gather``: how MLA crosses the ranks; None means ``latent_gather`` over several.
         kda_disable_recompute: True keeps the chunk caches for the backward; False computes them again.
         kda_safe_gate: True for the lower-bound gate, False for the softplus gate.
@@ -95,6 +99,8 @@ class KimiLinearConfig(PretrainedConfig):
         seq_length: int = 4096,
         compute_dtype: str = "float32",
         kda_cp_strategy: str = "none",
+        kda_ptp_head_groups: int = 0,
+        kda_hybrid_ulysses_degree: int = 0,
         mla_cp_strategy: str | None = None,
         kda_disable_recompute: bool = True,
         kda_safe_gate: bool = False,
@@ -136,6 +142,8 @@ class KimiLinearConfig(PretrainedConfig):
         self.seq_length = seq_length
         self.compute_dtype = compute_dtype
         self.kda_cp_strategy = kda_cp_strategy
+        self.kda_ptp_head_groups = kda_ptp_head_groups
+        self.kda_hybrid_ulysses_degree = kda_hybrid_ulysses_degree
         self.kda_disable_recompute = kda_disable_recompute
         self.kda_safe_gate = kda_safe_gate
         self.kda_lower_bound = kda_lower_bound
@@ -162,7 +170,8 @@ class KimiLinearConfig(PretrainedConfig):
         if self.compute_dtype not in _DTYPES:
             _refuse("compute_dtype", self.compute_dtype, f"one of {', '.join(_DTYPES)} is needed")
         if self.context_parallel_size > 1 and self.kda_cp_strategy == "none":
-            allowed = f"ulysses or state_scan is needed with context_parallel_size = {self.context_parallel_size}"
+            strategies = "one of ulysses, state_scan, ptp_chain, ptp_tree, hybrid"
+            allowed = f"{strategies} is needed with context_parallel_size = {self.context_parallel_size}"
             _refuse("kda_cp_strategy", self.kda_cp_strategy, allowed)
         if self.seq_length % self.context_parallel_size:
             allowed = f"a multiple of context_parallel_size = {self.context_parallel_size} is needed"

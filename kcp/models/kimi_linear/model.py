@@ -38,9 +38,13 @@ def kda_attention_config(config: KimiLinearConfig) -> KdaAttentionConfig:
         allow_neg_eigval=config.kda_allow_neg_eigval,
         norm_eps=config.rms_norm_eps,
         strategy=config.kda_cp_strategy,
+        ptp_head_groups=config.kda_ptp_head_groups or None,
+        hybrid_ulysses_degree=config.kda_hybrid_ulysses_degree or None,
         disable_recompute=config.kda_disable_recompute,
         chunk_size=config.kda_chunk_size,
         initializer_range=config.initializer_range,
+        plan_tokens=config.seq_length,
+        plan_packed=ms.get_context("mode") == ms.GRAPH_MODE,
     )
 
 

@@ -22,6 +22,7 @@ from kcp.ops.backends.native_call import (
     pack_options,
     sizes,
 )
+from kcp.ops.numerics import in_graph
 
 F32 = ms.float32
 
@@ -131,6 +132,14 @@ def _stage(stage, opts):
     return s.op, s.options, s.boundaries, s.nothing
 
 
+def _trim(opts, states, cu):
+    """In PyNative the values of a boundary Tensor are known, so that states of chunks that do not exist are dropped."""
+    if opts.cu_seqlens != "tensor" or in_graph():
+        return states
+    bounds = cu.asnumpy()
+    return states[:, : int((-(-(bounds[1:] - bounds[:-1]) // opts.chunk_size)).sum())]
+
+
 def fwd_prepare(opts, q, k, v, g, beta, a_log, dt_bias, cu):
     """The thirteen caches of ``chunk_kda_fwd_prepare``; without the in-kernel norm q_rstd and k_rstd are placeholders."""
     op, options, boundaries, nothing = _stage("fwd_prepare", opts)
@@ -146,7 +155,8 @@ def pre_process_fwd(opts, k, w, u, gk, cu):
 def fwd_h(opts, k, w, u, gk, initial_state, cu):
     """``(h, v_new, final_state)`` of ``chunk_kda_fwd_h``."""
     op, options, boundaries, _ = _stage("fwd_h", opts)
-    return op(options, k, w, u, gk, initial_state, cu if boundaries is None else boundaries)
+    h, v_new, final_state = op(options, k, w, u, gk, initial_state, cu if boundaries is None else boundaries)
+    return _trim(opts, h, cu), v_new, final_state
 
 
 def fwd_finalize(opts, qg_scaled, aqk, v_new, h, cu):
@@ -170,7 +180,8 @@ def pre_process_bwd(opts, q, k, w, d_o, dv, gk, cu):
 def bwd_dhu(opts, q, k, w, d_o, dv, gk, dht, cu):
     """``(dh, dh0, dv_scan)`` of ``chunk_kda_bwd_dhu``; ``opts.has_initial_state`` says whether dht is given."""
     op, options, boundaries, _ = _stage("bwd_dhu", opts)
-    return op(options, q, k, w, d_o, dv, gk, dht, cu if boundaries is None else boundaries)
+    dh, dh0, dv_scan = op(options, q, k, w, d_o, dv, gk, dht, cu if boundaries is None else boundaries)
+    return _trim(opts, dh, cu), dh0, dv_scan
 
 
 def bwd_finalize(opts, q, k, v, raw_g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_scan, d_aqk, dq_raw, q_rstd, k_rstd, cu):

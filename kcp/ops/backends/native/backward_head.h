@@ -4,8 +4,8 @@
 
 namespace KCP_ISA {
 
-// Two vectors of columns of every row, from the last: d a = past + reverse running sum of dG, with dG without the pairs i = j
-// and without the kg part, which `past` sums forward (in the reverse sum it would cancel against itself).
+// Two vectors of columns of every row, from the last: d a = past + reverse running sum of dG, with dG without the pairs
+// i = j and without the kg part, which `past` sums forward (in the reverse sum it would cancel against itself).
 KCP_INLINE void finish_columns(BackwardScratch& w, int d0, Vec& d_a_log) {
   enum { W = 2 };
   Chunk& c = w.chunk;
@@ -40,7 +40,8 @@ KCP_INLINE void finish_columns(BackwardScratch& w, int d0, Vec& d_a_log) {
 }
 
 // All input gradients of the chunk at tokens t.. ; `slot` numbers chunk and head
-KCP_NOINLINE void finish_chunk(const Problem& p, const Sequence& s, long head, long t, long slot, Source v, BackwardScratch& w) {
+KCP_NOINLINE void finish_chunk(const Problem& p, const Sequence& s, long head, long t, long slot, Source v,
+                               BackwardScratch& w) {
   Chunk& c = w.chunk;
   const int n = c.tokens, K = (int)p.key_width, V = (int)p.value_width;
   Vec d_a_log = (Vec){};
@@ -55,8 +56,7 @@ KCP_NOINLINE void finish_chunk(const Problem& p, const Sequence& s, long head, l
   lane_sums(w.sums[1], c.rows, q_dq);
   lane_sums(w.sums[2], c.rows, k_dk);
   for (int i = 0; i < n; i++) {
-    const float beta = c.beta[i], slope = p.beta_sigmoid ? beta * (1.f - beta * (p.neg_eigval ? 0.5f : 1.f)) : 1.f;
-    store_scalar(row_at(p.dbeta, s.batch, t + i, head), p.dbeta.dtype, to_beta[i] * slope);
+    store_scalar(row_at(p.dbeta, s.batch, t + i, head), p.dbeta.dtype, to_beta[i] * (p.beta_sigmoid ? c.beta_slope[i] : 1.f));
   }
   // y = x rstd:  dx = rstd (dy - (dy . y) y)
   const float norm = p.l2norm ? 1.f : 0.f;
@@ -64,20 +64,24 @@ KCP_NOINLINE void finish_chunk(const Problem& p, const Sequence& s, long head, l
              [&](int i, int d) { return (load(&w.dq[i][d]) - load(&c.q[i][d]) * (q_dq[i] * norm)) * c.q_rstd[i]; });
   store_rows(p.dk, row_at(p.dk, s.batch, t, head), n, K, p.streamed,
              [&](int i, int d) { return (load(&w.col[i][d]) - load(&c.k[i][d]) * (k_dk[i] * norm)) * c.k_rstd[i]; });
-  store_rows(p.dv, row_at(p.dv, s.batch, t, head), n, V, p.streamed, [&](int i, int d) { return load(&w.y[i][d]) * c.beta[i]; });
+  store_rows(p.dv, row_at(p.dv, s.batch, t, head), n, V, p.streamed,
+             [&](int i, int d) { return load(&w.y[i][d]) * c.beta[i]; });
   scatter(w.dg[0], p.dg, row_at(p.dg, s.batch, t, head), n, K, p.streamed);
   float* parameters = p.d_parameters + slot * (1 + K);
   w.d_parameters[0] = lane_sum(d_a_log);
   memcpy(parameters, w.d_parameters, (1 + K) * sizeof(float));
 }
 
-KCP_INLINE void gather_d_out(const Problem& p, const Sequence& s, long head, long t, int first, int width, int padded, BackwardScratch& w) {
+KCP_INLINE void gather_d_out(const Problem& p, const Sequence& s, long head, long t, int first, int width, int padded,
+                             BackwardScratch& w) {
   const View x = columns_from(p.d_out, first);
   gather(x, row_at(x, s.batch, t, head), w.chunk.tokens, w.chunk.rows, width, padded, w.d_out[0] + first);
 }
 
-// Chunk i of one head; `before`: what is saved of chunk i - 1, prefetched. w.dh is the gradient of the state at its end, and of the state at its start afterwards if `advance`.
-KCP_NOINLINE void backward_chunk(const Problem& p, long n, long head, long i, const SavedChunk& saved, const float* before, bool advance, BackwardScratch& w) {
+// Chunk i of one head; `before`: what is saved of chunk i - 1, prefetched. w.dh is the gradient of the state at its
+// end, and of the state at its start afterwards if `advance`.
+KCP_NOINLINE void backward_chunk(const Problem& p, long n, long head, long i, const SavedChunk& saved,
+                                 const float* before, bool advance, BackwardScratch& w) {
   const Sequence& s = p.sequences[n];
   const long t = s.begin + i * kMaxChunk, Vp = p.value_padded, V = p.value_width;
   Chunk& c = w.chunk;
@@ -106,14 +110,16 @@ KCP_NOINLINE void backward_head(const Problem& p, long n, long head, float* save
   begin_head(p, head, w.chunk);
   load_state(state_of(p.d_final_state, p, n, head), p, w.dh[0]);
   for (long i = chunks - 1; i >= 0; i--)
-    backward_chunk(p, n, head, i, saved_chunk(p, saved, i * slot_step), saved_chunk(p, saved, (i - (i > 0)) * slot_step).h, true, w);
+    backward_chunk(p, n, head, i, saved_chunk(p, saved, i * slot_step),
+                   saved_chunk(p, saved, (i - (i > 0)) * slot_step).h, true, w);
   if (p.d_initial_state) store_state(w.dh[0], p, 0, p.value_width, (float*)state_of(p.d_initial_state, p, n, head));
 }
 
-// The dh recurrence alone, value columns [first, last): the gradient that reaches the sequence's start. Needs Aqk and Akk:
-// saved ones, or (recompute) they are computed here. keep: dh at the end of every chunk is stored in p.state_gradient.
-KCP_NOINLINE void state_gradient_head(const Problem& p, long n, long head, int first, int last, float* saved, long slot_step, bool keep,
-                                      BackwardScratch& w) {
+// The dh recurrence alone, value columns [first, last): the gradient that reaches the sequence's start. Needs Aqk and
+// Akk: saved ones, or (recompute) they are computed here. keep: dh at the end of every chunk is stored in
+// p.state_gradient.
+KCP_NOINLINE void state_gradient_head(const Problem& p, long n, long head, int first, int last, float* saved,
+                                      long slot_step, bool keep, BackwardScratch& w) {
   const Sequence& s = p.sequences[n];
   const long chunks = num_chunks(s), Vp = p.value_padded;
   const int width = (int)(p.value_width < last ? p.value_width : last) - first, cols = last - first;
@@ -122,11 +128,15 @@ KCP_NOINLINE void state_gradient_head(const Problem& p, long n, long head, int f
   load_state(state_of(p.d_final_state, p, n, head), p, w.dh[0]);
   for (long i = chunks - 1; i >= 0; i--) {
     const long t = s.begin + i * kMaxChunk;
-    if (keep) copy_rows(w.dh[0] + first, kLd, p.state_gradient + ((s.chunk + i) * p.num_heads + head) * p.key_padded * Vp + first, Vp, p.key_padded, cols);
+    if (keep)
+      copy_rows(w.dh[0] + first, kLd,
+                p.state_gradient + ((s.chunk + i) * p.num_heads + head) * p.key_padded * Vp + first, Vp, p.key_padded,
+                cols);
     prepare_chunk<false>(p, s, head, t, chunk_tokens(s, i), c);
     gather_d_out(p, s, head, t, first, width, cols, w);
     c.prefetch.clear();
-    if (i > 0) prefetch_gates(c.prefetch, p, s, i - 1, head), prefetch_chunk(c.prefetch, p.d_out, s, i - 1, head, width);
+    if (i > 0)
+      prefetch_gates(c.prefetch, p, s, i - 1, head), prefetch_chunk(c.prefetch, p.d_out, s, i - 1, head, width);
     const float *aqk = w.d_aqk[0], *akk = w.d_lower[0];
     if (saved) {
       const SavedChunk now = saved_chunk(p, saved, i * slot_step);

@@ -9,7 +9,8 @@ namespace {
 
 long padded(long width) { return (width + kLane - 1) / kLane * kLane; }
 
-void read_sequences(const Call& call, int boundaries, const Sizes& n, std::vector<Sequence>& out, int chunk, long* num_chunks) {
+void read_sequences(const Call& call, int boundaries, const Sizes& n, std::vector<Sequence>& out, int chunk,
+                    long* num_chunks) {
   long chunks = 0;
   auto add = [&](long b, long begin, long end) {
     out.push_back({b, begin, end, chunks});
@@ -77,12 +78,15 @@ Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequence
   n.head_end = call.option(kHeadEnd) ? call.option(kHeadEnd) : n.heads;
   p.key_width = call.dim(1, -1);
   p.value_width = call.dim(3, -1);
-  if (n.key_heads < 1 || n.heads % n.key_heads) Call::fail("%ld value heads are not a multiple of %ld key heads", n.heads, n.key_heads);
+  if (n.key_heads < 1 || n.heads % n.key_heads)
+    Call::fail("%ld value heads are not a multiple of %ld key heads", n.heads, n.key_heads);
   if (p.key_width < 1 || p.key_width > kMaxWidth || p.value_width < 1 || p.value_width > kMaxWidth)
     Call::fail("K=%ld, V=%ld: 1 to %d is allowed", p.key_width, p.value_width, (int)kMaxWidth);
   p.group = n.heads / n.key_heads;
-  if (n.head_begin < 0 || n.head_end > n.heads || n.head_begin >= n.head_end || n.head_begin % p.group || n.head_end % p.group)
-    Call::fail("head range [%ld, %ld) of %ld heads: it must be whole groups of %ld", n.head_begin, n.head_end, n.heads, p.group);
+  if (n.head_begin < 0 || n.head_end > n.heads || n.head_begin >= n.head_end || n.head_begin % p.group ||
+      n.head_end % p.group)
+    Call::fail("head range [%ld, %ld) of %ld heads: it must be whole groups of %ld", n.head_begin, n.head_end, n.heads,
+               p.group);
   p.num_heads = n.head_end - n.head_begin;
   p.key_padded = padded(p.key_width);
   p.value_padded = padded(p.value_width);
@@ -96,8 +100,8 @@ Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequence
   p.lower_bound = call.real(kLowerBound);
   p.epsilon = call.real(kEpsilon);
   const long rows = n.batch * n.tokens;
-  if (call.size(1) != rows * n.key_heads * p.key_width || call.size(2) != call.size(1) || call.size(4) != rows * n.heads * p.key_width ||
-      call.size(5) != rows * n.heads)
+  if (call.size(1) != rows * n.key_heads * p.key_width || call.size(2) != call.size(1) ||
+      call.size(4) != rows * n.heads * p.key_width || call.size(5) != rows * n.heads)
     Call::fail("the shapes of q, k, v, g and beta do not agree");
   p.streamed = rows * p.num_heads * (p.key_width + p.value_width) * 4 > kStreamedBytes;
   p.q = call.view(1, head_major);
@@ -114,9 +118,11 @@ Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequence
   return n;
 }
 
-Sizes read_caches(const Call& call, Problem& p, std::vector<Sequence>& sequences, long key_width, int value_tensor, int boundaries) {
+Sizes read_caches(const Call& call, Problem& p, std::vector<Sequence>& sequences, long key_width, int value_tensor,
+                  int boundaries) {
   Sizes n = {};
-  if (call.rank(value_tensor) != 4) Call::fail("tensor %d must have 4 axes, not %d", value_tensor, call.rank(value_tensor));
+  if (call.rank(value_tensor) != 4)
+    Call::fail("tensor %d must have 4 axes, not %d", value_tensor, call.rank(value_tensor));
   n.batch = call.dim(value_tensor, 0);
   n.heads = n.key_heads = n.head_end = p.num_heads = call.dim(value_tensor, 1);
   n.tokens = call.dim(value_tensor, 2);
@@ -142,7 +148,8 @@ Buffer allocate(size_t floats) {
   if (!data) Call::fail("out of memory: %zu bytes", bytes);
 #if defined(MADV_HUGEPAGE)
   if (bytes >= (size_t(8) << 20)) {
-    const size_t page = size_t(2) << 20, from = ((size_t)data + page - 1) / page * page, to = ((size_t)data + bytes) / page * page;
+    const size_t page = size_t(2) << 20, from = ((size_t)data + page - 1) / page * page,
+                 to = ((size_t)data + bytes) / page * page;
     madvise((void*)from, to - from, MADV_HUGEPAGE);
   }
 #endif
@@ -151,7 +158,8 @@ Buffer allocate(size_t floats) {
 
 void* thread_scratch(size_t bytes) { return scratch_memory.grow(bytes, true); }
 
-ThreadRoom::ThreadRoom(size_t floats) : data(floats ? (float*)room_memory.grow(floats * sizeof(float), false) : nullptr) {}
+ThreadRoom::ThreadRoom(size_t floats)
+    : data(floats ? (float*)room_memory.grow(floats * sizeof(float), false) : nullptr) {}
 ThreadRoom::~ThreadRoom() {
   if (room_memory.bytes > kKeptRoom) room_memory.release();
 }
@@ -161,7 +169,8 @@ void zero_tail(const Problem& p, const Sizes& n, const View& x, long width, long
   const Sequence& last = p.sequences[p.num_sequences - 1];
   const long bytes = width * (x.dtype == kFloat32 ? 4 : 2);
   for (long t = last.end; t < n.tokens; t++)
-    for (long h = first_head; h < first_head + heads; h++) memset(x.data + last.batch * x.batch + t * x.token + h * x.head, 0, bytes);
+    for (long h = first_head; h < first_head + heads; h++)
+      memset(x.data + last.batch * x.batch + t * x.token + h * x.head, 0, bytes);
 }
 
 }  // namespace kcp

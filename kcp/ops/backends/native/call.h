@@ -1,5 +1,6 @@
 // Reads the arguments of an entry point. All entry points have the signature of MindSpore's "aot" custom operators:
-// arrays of data pointers, ranks, shapes and dtype names, inputs first, then outputs. The first input holds the options.
+// arrays of data pointers, ranks, shapes and dtype names, inputs first, then outputs. The first input holds the
+// options.
 #pragma once
 #include <stdarg.h>
 #include <stdio.h>
@@ -15,13 +16,32 @@ namespace kcp {
 
 // Positions in the int64 options tensor; real numbers are stored as the bits of a double.
 enum Option {
-  kHeadMajor, kGate, kL2Norm, kBetaSigmoid, kNegEigval, kStateVFirst, kPresent, kHeadBegin, kHeadEnd,
-  kScale, kLowerBound, kEpsilon, kChunk, kUseExp2, kNumOptions
+  kHeadMajor,
+  kGate,
+  kL2Norm,
+  kBetaSigmoid,
+  kNegEigval,
+  kStateVFirst,
+  kPresent,
+  kHeadBegin,
+  kHeadEnd,
+  kScale,
+  kLowerBound,
+  kEpsilon,
+  kChunk,
+  kUseExp2,
+  kNumOptions
 };
 // Bits of kPresent: which optional inputs are real and which optional outputs are wanted.
 enum Present {
-  kHasALog = 1, kHasDtBias = 2, kHasInitialState = 4, kHasCuSeqlens = 8, kWantFinalState = 16, kHasCache = 32,
-  kHasDFinalState = 64, kWantM = 128,
+  kHasALog = 1,
+  kHasDtBias = 2,
+  kHasInitialState = 4,
+  kHasCuSeqlens = 8,
+  kWantFinalState = 16,
+  kHasCache = 32,
+  kHasDFinalState = 64,
+  kWantM = 128,
   kOutTokenMajor = 256  // token gradients in another layout than the (head-major) inputs
 };
 
@@ -31,7 +51,8 @@ class Call {
  public:
   Call(int count, void** data, int* ranks, int64_t** shapes, const char** dtypes)
       : count_(count), data_(data), ranks_(ranks), shapes_(shapes), dtypes_(dtypes) {
-    if (count < 1 || size(0) < kNumOptions || strcmp(dtypes[0], "int64")) fail("the first input must hold %d int64 options", kNumOptions);
+    if (count < 1 || size(0) < kNumOptions || strcmp(dtypes[0], "int64"))
+      fail("the first input must hold %d int64 options", kNumOptions);
     options_ = (const int64_t*)data[0];
   }
   [[noreturn]] static void fail(const char* format, ...) {
@@ -70,15 +91,16 @@ class Call {
   // a float32 tensor of at least `least` elements, or nullptr if it is absent
   float* floats(int i, bool present, long least) const {
     if (!present) return nullptr;
-    if (dtype(i) != kFloat32 || size(i) < least) fail("tensor %d must be float32 with %ld elements, not %s with %ld", i, least, dtypes_[i], size(i));
+    if (dtype(i) != kFloat32 || size(i) < least)
+      fail("tensor %d must be float32 with %ld elements, not %s with %ld", i, least, dtypes_[i], size(i));
     return (float*)data_[i];
   }
   const int32_t* ints(int i) const {
     if (strcmp(dtypes_[i], "int32")) fail("tensor %d (cu_seqlens) must be int32, not %s", i, dtypes_[i]);
     return (const int32_t*)data_[i];
   }
-  // [B,T,H,width] or [B,H,T,width] (or without B); `scalar` tensors have no last axis. Indexed by absolute heads although the
-  // tensor starts at head `first_head`.
+  // [B,T,H,width] or [B,H,T,width] (or without B); `scalar` tensors have no last axis. Indexed by absolute heads
+  // although the tensor starts at head `first_head`.
   View view(int i, bool head_major, bool scalar = false, long first_head = 0) const {
     const int axes = ranks_[i] + (scalar ? 1 : 0);
     if (axes != 3 && axes != 4) fail("tensor %d has rank %d", i, ranks_[i]);
@@ -107,13 +129,14 @@ struct Sizes {
   long num_chunks;  // over all sequences
 };
 
-// Fills everything that forward, summary and backward share from inputs 0..9: options, q, k, v, g, beta, a_log, dt_bias,
-// state (initial or final-gradient), cu_seqlens. `sequences` must outlive the problem.
+// Fills everything that forward, summary and backward share from inputs 0..9: options, q, k, v, g, beta, a_log,
+// dt_bias, state (initial or final-gradient), cu_seqlens. `sequences` must outlive the problem.
 Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequences, int chunk);
 
-// The same from two head-major tensors [B,H,T,K] and [B,H,T,V] and boundaries, for stages without q, k and v; the chunk length
-// is an option.
-Sizes read_caches(const Call& call, Problem& p, std::vector<Sequence>& sequences, long key_width, int value_tensor, int boundaries);
+// The same from two head-major tensors [B,H,T,K] and [B,H,T,V] and boundaries, for stages without q, k and v; the chunk
+// length is an option.
+Sizes read_caches(const Call& call, Problem& p, std::vector<Sequence>& sequences, long key_width, int value_tensor,
+                  int boundaries);
 
 struct FreeDeleter {
   void operator()(void* p) const { free(p); }

@@ -1,12 +1,12 @@
 // One chunk of one head: rows gathered, normalised, gated, and multiplied by their decays.
 //
-// Decays. a_t is the natural-log decay of token t, e_t = 2^(a_t / ln 2) its one-token decay, G the running sum of a / ln 2
-// inside the chunk. Blocks I = 0..3 hold 16 tokens; end(I) is the last row of block I. All factors below are <= 1:
+// Decays. a_t is the natural-log decay of token t, e_t = 2^(a_t / ln 2) its one-token decay, G the running sum of a /
+// ln 2 inside the chunk. Blocks I = 0..3 hold 16 tokens; end(I) is the last row of block I. All factors below are <= 1:
 //     to[I]   = 2^G_end(I-1)                 from chunk start to the start of block I
 //     from[J] = 2^(G_last - G_end(J))        from the end of block J to the end of the chunk
 //     over1, over2 = decay across block 1, 2
-//     pre_i   = 2^(G_i - G_end(I-1))         from the start of row i's block to row i, a product of at most 16 factors e
-//     suf_j   = 2^(G_end(J) - G_j)           from row j to the end of its block
+//     pre_i   = 2^(G_i - G_end(I-1))         from the start of row i's block to row i, a product of at most 16 factors
+//     e suf_j   = 2^(G_end(J) - G_j)           from row j to the end of its block
 // Decays between blocks come from exact sums of exponents, because products of many e would round systematically.
 // Pairs (i, j) in different blocks factor at a reference row between them: row 31 for rows 32..63 against 0..31,
 // rows 15 and 47 for block 1 against 0 and block 3 against 2.
@@ -18,8 +18,8 @@ namespace KCP_ISA {
 
 enum { kHalf = 32, kLdT = 80, kPairs = 144 };
 
-// Scratch matrix. Its size is an odd number of cache lines, so that the same row of two matrices never lies a multiple of
-// 4096 bytes apart: such accesses would share a cache set, and a load would wait for an unrelated store.
+// Scratch matrix. Its size is an odd number of cache lines, so that the same row of two matrices never lies a multiple
+// of 4096 bytes apart: such accesses would share a cache set, and a load would wait for an unrelated store.
 template <int kRowCount, int kLength = kLd>
 struct alignas(64) Rows {
   float rows[kRowCount][kLength];
@@ -30,22 +30,22 @@ struct alignas(64) Rows {
 typedef Rows<kMaxChunk> Mat;
 
 struct alignas(64) Chunk {
-  int rows, blocks, padded, tokens;    // rows = 16 blocks >= tokens; padded = K rounded up to 32
-  Mat q, k, e;                         // normalised q and k; one-token decays
-  Mat q_pre, k_pre;                    // q pre, k pre; blocks 1 and 3 only
-  Mat k_suf;                           // k suf
-  Mat q_in, k_in, k_out;               // scale q 2^G, k 2^G, k 2^(G_last - G)
-  Rows<kHalf> q_far, k_far;            // rows 32..63 from row 31 on: pre, times over2 in block 3
-  Rows<kHalf> k_near;                  // rows 0..31 up to row 31: suf, times over1 in block 0
-  Mat gate_slope, gate_slope_log;      // backward: d a / d raw gate, d a / d a_log
+  int rows, blocks, padded, tokens;  // rows = 16 blocks >= tokens; padded = K rounded up to 32
+  Mat q, k, e;                       // normalised q and k; one-token decays
+  Mat q_pre, k_pre;                  // q pre, k pre; blocks 1 and 3 only
+  Mat k_suf;                         // k suf
+  Mat q_in, k_in, k_out;             // scale q 2^G, k 2^G, k 2^(G_last - G)
+  Rows<kHalf> q_far, k_far;          // rows 32..63 from row 31 on: pre, times over2 in block 3
+  Rows<kHalf> k_near;                // rows 0..31 up to row 31: suf, times over1 in block 0
+  Mat gate_slope, gate_slope_log;    // backward: d a / d raw gate, d a / d a_log
   float to[4][kMaxWidth], from[4][kMaxWidth], over1[kMaxWidth], over2[kMaxWidth], total[kMaxWidth];
-  float beta[kMaxChunk], q_rstd[kMaxChunk], k_rstd[kMaxChunk];
-  Rows<kMaxWidth, kLdT> k_T;           // transposed keys: [k_near (32) | k_suf of block 0 | k_suf of block 2]
-  Rows<kMaxChunk, kMaxChunk> lower;    // L
+  float beta[kMaxChunk], beta_slope[kMaxChunk], q_rstd[kMaxChunk], k_rstd[kMaxChunk];
+  Rows<kMaxWidth, kLdT> k_T;         // transposed keys: [k_near (32) | k_suf of block 0 | k_suf of block 2]
+  Rows<kMaxChunk, kMaxChunk> lower;  // L
   float square[kHalf][kHalf];
   float pairs[2][kPairs][kLanes];
-  float bias[kMaxWidth], gate_gain;    // dt_bias, exp(a_log) of the head
-  alignas(64) Prefetch prefetch;       // last: everything above starts on a cache line
+  float bias[kMaxWidth], gate_gain;  // dt_bias, exp(a_log) of the head
+  alignas(64) Prefetch prefetch;     // last: everything above starts on a cache line
 };
 
 KCP_NOINLINE void begin_head(const Problem& p, long head, Chunk& c) {
@@ -166,8 +166,7 @@ KCP_NOINLINE void apply_decays(const Problem& p, Source q, Source k, Chunk& c, c
         }
       }
       KCP_UNROLL for (int w = 0; w < W; w++) run[w] = splat(1.f);
-      for (int i = (I + 1) * kBlock - 1; i >= I * kBlock; i--)
-        KCP_UNROLL for (int w = 0; w < W; w++) {
+      for (int i = (I + 1) * kBlock - 1; i >= I * kBlock; i--) KCP_UNROLL for (int w = 0; w < W; w++) {
           const int d = d0 + w * kLanes;
           const Vec x = load(&c.k[i][d]) * run[w];
           if (backward || !(I & 1)) store(&c.k_suf[i][d], x);
@@ -196,7 +195,9 @@ KCP_NOINLINE void prepare_chunk(const Problem& p, const Sequence& s, long head, 
   if (p.beta_sigmoid)
     for (int i = 0; i < c.rows; i += kLanes) {
       Vec t1;
-      store(c.beta + i, sigmoid(load(c.beta + i), t1) * (p.neg_eigval ? 2.f : 1.f));
+      const Vec s1 = sigmoid(load(c.beta + i), t1), effective = s1 * (p.neg_eigval ? 2.f : 1.f);
+      store(c.beta + i, effective);
+      store(c.beta_slope + i, effective * (t1 * s1));
     }
   for (int i = n; i < c.rows; i++) c.beta[i] = 0.f;
   if (p.l2norm) {

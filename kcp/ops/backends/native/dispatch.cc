@@ -12,8 +12,8 @@ const Kernels* choose() {
 #if defined(__x86_64__)
   const char* wish = getenv("KCP_ISA");
   __builtin_cpu_init();
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512bw");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (avx512 && (!wish || !strcmp(wish, "avx512"))) return &kcp_avx512::table;
   if (avx2 && (!wish || strcmp(wish, "baseline"))) return &kcp_avx2::table;
@@ -79,7 +79,8 @@ void run_chunks(const Problem& p, const Sizes& n, const std::function<void(long,
 void reduce_groups(const Problem& p, const Sizes& n, const View& from, const View& to) {
   const long strip = 256, strips = (n.tokens + strip - 1) / strip, key_heads = p.num_heads / p.group;
   run_items(n.batch * key_heads * strips, [&](long item, void*) {
-    const long t = item % strips * strip, h = n.head_begin / p.group + item / strips % key_heads, b = item / strips / key_heads;
+    const long t = item % strips * strip, h = n.head_begin / p.group + item / strips % key_heads,
+               b = item / strips / key_heads;
     kernels().reduce_group(p, from, to, b, t, n.tokens - t < strip ? n.tokens - t : strip, h);
   });
 }
@@ -92,7 +93,8 @@ WideGradients::WideGradients(Problem& p, const Sizes& n) {
   p.dk = {(char*)dk.get() - n.head_begin * head, kFloat32, n.tokens * token, token, head};
 }
 
-void sum_parameters(const float* parts, long ld, long width, bool wanted, long heads, long chunks, float* to, long size) {
+void sum_parameters(const float* parts, long ld, long width, bool wanted, long heads, long chunks, float* to,
+                    long size) {
   if (!wanted) {
     memset(to, 0, size * sizeof(float));
     return;

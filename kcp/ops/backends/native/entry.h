@@ -27,8 +27,10 @@ struct WideGradients {
   WideGradients(Problem& p, const Sizes& n);
 };
 
-// to[head][0..width) = the sum over the chunks of parts[chunk][head][0..ld), always in the same order; zeros if not wanted
-void sum_parameters(const float* parts, long ld, long width, bool wanted, long heads, long chunks, float* to, long size);
+// to[head][0..width) = the sum over the chunks of parts[chunk][head][0..ld), always in the same order; zeros if not
+// wanted
+void sum_parameters(const float* parts, long ld, long width, bool wanted, long heads, long chunks, float* to,
+                    long size);
 
 // body() with errors turned into a return code
 template <class Body>
@@ -46,6 +48,6 @@ int guarded(Body body) {
 
 }  // namespace kcp
 
-#define KCP_ENTRY(name)                                                                                                   \
-  extern "C" __attribute__((visibility("default"))) int name(int count, void** data, int* ranks, int64_t** shapes, const char** dtypes, void*, \
-                                                             void*)
+#define KCP_ENTRY(name)                                                                                            \
+  extern "C" __attribute__((visibility("default"))) int name(int count, void** data, int* ranks, int64_t** shapes, \
+                                                             const char** dtypes, void*, void*)

@@ -1,16 +1,18 @@
-// Entry points of the fused operators: forward, backward, forward summary, backward summary. Inputs 0..9 of all four are
-// options, q, k, v, g, beta, a_log, dt_bias, state, cu_seqlens (absent ones are any one-element tensor); outputs and states
-// hold the heads of the range only.
+// Entry points of the fused operators: forward, backward, forward summary, backward summary. Inputs 0..9 of all four
+// are options, q, k, v, g, beta, a_log, dt_bias, state, cu_seqlens (absent ones are any one-element tensor); outputs
+// and states hold the heads of the range only.
 #include "entry.h"
 
 namespace kcp {
 namespace {
 
 // floats saved per chunk and head, and in all
-long slot_floats(const Problem& p) { return p.key_padded * p.value_padded + kMaxChunk * p.value_padded + 2 * kMaxChunk * kMaxChunk; }
+long slot_floats(const Problem& p) {
+  return p.key_padded * p.value_padded + kMaxChunk * p.value_padded + 2 * kMaxChunk * kMaxChunk;
+}
 long saved_floats(const Problem& p, const Sizes& n) { return n.num_chunks * p.num_heads * slot_floats(p); }
-// The slots of a cache tensor start on the first cache line after its first number, which says where that is: the tensor
-// may have moved when the backward reads it.
+// The slots of a cache tensor start on the first cache line after its first number, which says where that is: the
+// tensor may have moved when the backward reads it.
 const long kCacheHeader = 32;
 float* cache_slots(const Call& call, int i, const Problem& p, const Sizes& n, bool fresh) {
   float* base = call.floats(i, call.has(kHasCache), saved_floats(p, n) + kCacheHeader);
@@ -30,14 +32,16 @@ template <class Work>
 void each_head(const Problem& p, const Sizes& n, int columns, Work work) {
   const long parts = (p.value_padded + columns - 1) / columns;
   run_items(p.num_sequences * p.num_heads * parts, [&](long item, void* scratch) {
-    const long part = item % parts, head = n.head_begin + item / parts % p.num_heads, sequence = item / parts / p.num_heads;
+    const long part = item % parts, head = n.head_begin + item / parts % p.num_heads,
+               sequence = item / parts / p.num_heads;
     const int first = (int)part * columns, last = first + columns;
     work(sequence, head, first, last < p.value_padded ? last : (int)p.value_padded, scratch);
   });
 }
 void forward_columns(const Problem& p, const Sizes& n) {
-  each_head(p, n, columns_per_item(p, p.num_sequences * p.num_heads),
-            [&](long s, long h, int first, int last, void* scratch) { kernels().forward(p, s, h, first, last, scratch); });
+  each_head(
+      p, n, columns_per_item(p, p.num_sequences * p.num_heads),
+      [&](long s, long h, int first, int last, void* scratch) { kernels().forward(p, s, h, first, last, scratch); });
 }
 
 void forward(const Call& call) {
@@ -63,7 +67,8 @@ void summary(const Call& call) {
   const long K = p.key_width, width = p.value_width + (want_m ? K : 0);
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, K * p.value_width);
   float* to = at_first_head(call.floats(10, true, p.num_sequences * p.num_heads * K * width), n, K * width);
-  each_head(p, n, (int)p.value_padded, [&](long s, long h, int, int, void* scratch) { kernels().summary(p, s, h, want_m, to, scratch); });
+  each_head(p, n, (int)p.value_padded,
+            [&](long s, long h, int, int, void* scratch) { kernels().summary(p, s, h, want_m, to, scratch); });
 }
 
 // Few heads for the threads: the dh recurrence over value columns first, then all chunks at once.
@@ -76,8 +81,11 @@ void backward_wide(Problem& p, const Sizes& n) {
   }
   p.state_gradient = at_first_head(states.get(), n, p.key_padded * p.value_padded);
   each_head(p, n, columns_per_item(p, p.num_sequences * p.num_heads),
-            [&](long s, long h, int first, int last, void* scratch) { kernels().state_gradient(p, s, h, first, last, true, scratch); });
-  run_chunks(p, n, [&](long s, long h, long chunk, void* scratch) { kernels().backward_chunk(p, s, h, chunk, scratch); });
+            [&](long s, long h, int first, int last, void* scratch) {
+              kernels().state_gradient(p, s, h, first, last, true, scratch);
+            });
+  run_chunks(p, n,
+             [&](long s, long h, long chunk, void* scratch) { kernels().backward_chunk(p, s, h, chunk, scratch); });
 }
 
 void backward(const Call& call) {
@@ -91,12 +99,14 @@ void backward(const Call& call) {
   p.d_out = call.view(10, false, false, 0);
   p.d_final_state = at_first_head(call.floats(11, call.has(kHasDFinalState), state_floats(p)), n, K * V);
   p.cache = cache_slots(call, 12, p, n, false);
-  const View dq = call.view(13, head_major, false, n.head_begin / p.group), dk = call.view(14, head_major, false, n.head_begin / p.group);
+  const View dq = call.view(13, head_major, false, n.head_begin / p.group),
+             dk = call.view(14, head_major, false, n.head_begin / p.group);
   p.dq = dq, p.dk = dk;
   p.dv = call.view(15, head_major, false, n.head_begin);
   p.dg = call.view(16, head_major, false, n.head_begin);
   p.dbeta = call.view(17, head_major, true, n.head_begin);
-  float *da_log = call.floats(18, true, call.has(kHasALog) ? heads : 1), *ddt_bias = call.floats(19, true, call.has(kHasDtBias) ? heads * K : 1);
+  float *da_log = call.floats(18, true, call.has(kHasALog) ? heads : 1),
+        *ddt_bias = call.floats(19, true, call.has(kHasDtBias) ? heads * K : 1);
   float* d_initial = call.floats(20, true, call.has(kHasInitialState) ? state_floats(p) : 1);
   if (call.has(kHasInitialState)) p.d_initial_state = at_first_head(d_initial, n, K * V);
   else memset(d_initial, 0, call.size(20) * sizeof(float));
@@ -134,16 +144,26 @@ void backward_summary(const Call& call) {
   p.cache = cache_slots(call, 11, p, n, false);
   p.d_initial_state = at_first_head(call.floats(12, true, state_floats(p)), n, K * V);
   each_head(p, n, columns_per_item(p, p.num_sequences * p.num_heads),
-            [&](long s, long h, int first, int last, void* scratch) { kernels().state_gradient(p, s, h, first, last, false, scratch); });
+            [&](long s, long h, int first, int last, void* scratch) {
+              kernels().state_gradient(p, s, h, first, last, false, scratch);
+            });
 }
 
 }  // namespace
 
 }  // namespace kcp
 
-KCP_ENTRY(kcp_forward) { return kcp::guarded([&] { kcp::forward(kcp::Call(count, data, ranks, shapes, dtypes)); }); }
-KCP_ENTRY(kcp_backward) { return kcp::guarded([&] { kcp::backward(kcp::Call(count, data, ranks, shapes, dtypes)); }); }
-KCP_ENTRY(kcp_summary) { return kcp::guarded([&] { kcp::summary(kcp::Call(count, data, ranks, shapes, dtypes)); }); }
-KCP_ENTRY(kcp_backward_summary) { return kcp::guarded([&] { kcp::backward_summary(kcp::Call(count, data, ranks, shapes, dtypes)); }); }
+KCP_ENTRY(kcp_forward) {
+  return kcp::guarded([&] { kcp::forward(kcp::Call(count, data, ranks, shapes, dtypes)); });
+}
+KCP_ENTRY(kcp_backward) {
+  return kcp::guarded([&] { kcp::backward(kcp::Call(count, data, ranks, shapes, dtypes)); });
+}
+KCP_ENTRY(kcp_summary) {
+  return kcp::guarded([&] { kcp::summary(kcp::Call(count, data, ranks, shapes, dtypes)); });
+}
+KCP_ENTRY(kcp_backward_summary) {
+  return kcp::guarded([&] { kcp::backward_summary(kcp::Call(count, data, ranks, shapes, dtypes)); });
+}
 extern "C" __attribute__((visibility("default"))) const char* kcp_isa() { return kcp::kernels().name; }
 extern "C" __attribute__((visibility("default"))) int kcp_num_threads() { return kcp::num_threads(); }

@@ -15,9 +15,12 @@ StageTensors stage_tensors(const Call& call, const Sizes& n, int columns_of) {
   return st;
 }
 // float32 tensor i holds width numbers for every token and head
-float* token_rows(const Call& call, int i, const Sizes& n, long heads, long width) { return call.floats(i, true, n.batch * heads * n.tokens * width); }
+float* token_rows(const Call& call, int i, const Sizes& n, long heads, long width) {
+  return call.floats(i, true, n.batch * heads * n.tokens * width);
+}
 long state_floats(const Problem& p) { return p.num_sequences * p.num_heads * p.key_width * p.value_width; }
-// states of every chunk; with boundaries in a tensor there may be room for more chunks than there are: zeros if it is a result
+// states of every chunk; with boundaries in a tensor there may be room for more chunks than there are: zeros if it is a
+// result
 float* chunk_states(const Call& call, int i, const Problem& p, const Sizes& n, bool result) {
   const long used = n.num_chunks * p.num_heads * p.key_width * p.value_width;
   float* x = call.floats(i, true, used);
@@ -28,7 +31,8 @@ void check_columns(const Problem& p, const StageTensors& st) {
   if (st.columns != p.chunk) Call::fail("Aqk and Akk have %d columns, the chunk %d tokens", st.columns, p.chunk);
 }
 void each_head(const Problem& p, const std::function<void(long, long, void*)>& work) {
-  run_items(p.num_sequences * p.num_heads, [&](long item, void* scratch) { work(item / p.num_heads, item % p.num_heads, scratch); });
+  run_items(p.num_sequences * p.num_heads,
+            [&](long item, void* scratch) { work(item / p.num_heads, item % p.num_heads, scratch); });
 }
 
 void prepare(const Call& call) {
@@ -140,7 +144,8 @@ void backward_scan(const Call& call, bool summary) {
   each_head(p, [&](long s, long h, void* scratch) { kernels().grad_scan(p, st, s, h, scratch); });
 }
 
-// options, q_hat, k_hat, v, raw g, beta, a_log, dt_bias, -, boundaries, Akk, v_new, h, dh, dv_scan, dAqk, dq_raw, q_rstd, k_rstd
+// options, q_hat, k_hat, v, raw g, beta, a_log, dt_bias, -, boundaries, Akk, v_new, h, dh, dv_scan, dAqk, dq_raw,
+// q_rstd, k_rstd
 // -> dq, dk, dv, dbeta, dg, da_log, ddt_bias
 void backward_finalize(const Call& call) {
   call.expect(26);
@@ -178,8 +183,10 @@ void backward_finalize(const Call& call) {
 }  // namespace
 }  // namespace kcp
 
-#define KCP_STAGE(name, body) \
-  KCP_ENTRY(name) { return kcp::guarded([&] { body; }); }
+#define KCP_STAGE(name, body)           \
+  KCP_ENTRY(name) {                     \
+    return kcp::guarded([&] { body; }); \
+  }
 #define KCP_CALL kcp::Call(count, data, ranks, shapes, dtypes)
 KCP_STAGE(kcp_fwd_prepare, kcp::prepare(KCP_CALL))
 KCP_STAGE(kcp_pre_process_fwd, kcp::scan(KCP_CALL, true))

@@ -1,5 +1,6 @@
 // Forward of one head of one sequence, chunk by chunk. With kx = k 2^G, per chunk
-//     rb = beta (v - kx h)      v_new = Akk rb      o = scale q 2^G h + Aqk v_new      h <- 2^G_last h + (k 2^(G_last-G))^T v_new
+//     rb = beta (v - kx h)      v_new = Akk rb      o = scale q 2^G h + Aqk v_new      h <- 2^G_last h + (k
+//     2^(G_last-G))^T v_new
 // which is the textbook form without w = Akk (beta kx) and u = Akk (beta v): they are never formed.
 // Columns of the state are independent, so the work goes in panels of 32 columns that stay in the nearest cache.
 #pragma once
@@ -17,11 +18,16 @@ struct alignas(64) ForwardScratch {
 };
 
 // v_new of one panel; no v stands for zeros; `keep`: a second copy, or nullptr
-KCP_NOINLINE void panel_v_new(Chunk& c, const float* akk, const float* h, Source v, float* rb, float* v_new, float* keep, long ld_keep) {
+KCP_NOINLINE void panel_v_new(Chunk& c, const float* akk, const float* h, Source v, float* rb, float* v_new,
+                              float* keep, long ld_keep) {
   const float* beta = c.beta;
   const Product kx_h{c.k_in[0], kLd, h, kLd, c.padded};
-  if (v.at) multiply<false>(c.prefetch, c.rows, kPanel, kx_h, [=](int i, int j, Vec x) { store(rb + i * kLd + j, (load(v.at + i * v.ld + j) - x) * beta[i]); });
-  else multiply<false>(c.prefetch, c.rows, kPanel, kx_h, [=](int i, int j, Vec x) { store(rb + i * kLd + j, x * -beta[i]); });
+  if (v.at)
+    multiply<false>(c.prefetch, c.rows, kPanel, kx_h,
+                    [=](int i, int j, Vec x) { store(rb + i * kLd + j, (load(v.at + i * v.ld + j) - x) * beta[i]); });
+  else
+    multiply<false>(c.prefetch, c.rows, kPanel, kx_h,
+                    [=](int i, int j, Vec x) { store(rb + i * kLd + j, x * -beta[i]); });
   multiply<false, kLower>(c.prefetch, c.rows, kPanel, {akk, kMaxChunk, rb, kLd, c.rows}, [=](int i, int j, Vec x) {
     store(v_new + i * kLd + j, x);
     if (keep) stream(keep + i * ld_keep + j, x);
@@ -29,7 +35,8 @@ KCP_NOINLINE void panel_v_new(Chunk& c, const float* akk, const float* h, Source
 }
 // o = scale q 2^G h + Aqk v_new
 KCP_NOINLINE void panel_out(Chunk& c, const float* aqk, const float* h, const float* v_new, float* out) {
-  multiply_add<false, false, kLower>(c.prefetch, c.rows, kPanel, {c.q_in[0], kLd, h, kLd, c.padded}, {aqk, kMaxChunk, v_new, kLd, c.rows},
+  multiply_add<false, false, kLower>(c.prefetch, c.rows, kPanel, {c.q_in[0], kLd, h, kLd, c.padded},
+                                     {aqk, kMaxChunk, v_new, kLd, c.rows},
                                      [=](int i, int j, Vec x) { store(out + i * kLd + j, x); });
 }
 // h <- 2^G_last h + k_out^T v_new in place; `keep`: a second copy, or nullptr
@@ -76,13 +83,15 @@ KCP_INLINE const float* state_of(const float* states, const Problem& p, long n, 
 // blocks on and below the diagonal
 KCP_NOINLINE void keep_scores(const float* from, int rows, float* to) {
   for (int i = 0; i < rows; i++)
-    for (int j = 0; j < (i & ~(kBlock - 1)) + kBlock; j += kLanes) stream(to + i * kMaxChunk + j, load(from + i * kMaxChunk + j));
+    for (int j = 0; j < (i & ~(kBlock - 1)) + kBlock; j += kLanes)
+      stream(to + i * kMaxChunk + j, load(from + i * kMaxChunk + j));
 }
 
-// Value columns [first, last) of head `head` of sequence n, multiples of 32. saved: where chunk 0 keeps what the backward
-// needs (nullptr: nowhere), the next chunk's slot being `slot_step` slots on. want_out = false computes the saved part alone.
-KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, int last, ForwardScratch& w, float* saved, long slot_step,
-                               bool want_out) {
+// Value columns [first, last) of head `head` of sequence n, multiples of 32. saved: where chunk 0 keeps what the
+// backward needs (nullptr: nowhere), the next chunk's slot being `slot_step` slots on. want_out = false computes the
+// saved part alone.
+KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, int last, ForwardScratch& w,
+                               float* saved, long slot_step, bool want_out) {
   const Sequence& s = p.sequences[n];
   const long chunks = num_chunks(s), Vp = p.value_padded;
   const int width = (int)(p.value_width < last ? p.value_width : last) - first;
@@ -118,8 +127,8 @@ KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, i
   if (want_out && p.final_state) store_state(w.h[0], p, first, last, (float*)state_of(p.final_state, p, n, head));
 }
 
-// Affine summary of one head: h_out = M h_in + E. E is the forward from the initial state (or 0), M the same chunk step from
-// the identity with v = 0. Writes [K, V+K], or [K, V] without M.
+// Affine summary of one head: h_out = M h_in + E. E is the forward from the initial state (or 0), M the same chunk step
+// from the identity with v = 0. Writes [K, V+K], or [K, V] without M.
 KCP_NOINLINE void summary_head(const Problem& p, long n, long head, ForwardScratch& w, bool want_m, float* summary) {
   const Sequence& s = p.sequences[n];
   const long chunks = num_chunks(s), K = p.key_width, V = p.value_width, ld = want_m ? V + K : V;
@@ -133,9 +142,11 @@ KCP_NOINLINE void summary_head(const Problem& p, long n, long head, ForwardScrat
     const int tokens = chunk_tokens(s, i);
     prepare_chunk<false>(p, s, head, t, tokens, c);
     c.prefetch.clear();
-    if (i + 1 < chunks) prefetch_gates(c.prefetch, p, s, i + 1, head), prefetch_chunk(c.prefetch, p.v, s, i + 1, head, V);
+    if (i + 1 < chunks)
+      prefetch_gates(c.prefetch, p, s, i + 1, head), prefetch_chunk(c.prefetch, p.v, s, i + 1, head, V);
     chunk_scores(c, p.scale, w.aqk[0], w.akk[0]);
-    const Source v = rows_or_gather(p.v, row_at(p.v, s.batch, t, head), tokens, c.rows, (int)V, (int)p.value_padded, w.v[0]);
+    const Source v =
+        rows_or_gather(p.v, row_at(p.v, s.batch, t, head), tokens, c.rows, (int)V, (int)p.value_padded, w.v[0]);
     for (int j = 0; j < p.value_padded; j += kPanel) {
       panel_v_new(c, w.akk[0], w.h[0] + j, {v.at + j, v.ld}, w.rb[0] + j, w.v_new[0] + j, nullptr, 0);
       panel_advance(c, w.v_new[0] + j, w.h[0] + j, nullptr, 0);

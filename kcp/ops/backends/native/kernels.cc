@@ -1,5 +1,5 @@
-// Built once per instruction set with -DKCP_ISA=<namespace> -DKCP_LANES=<floats per vector>. Everything but the table is
-// static, and no std templates are used: a weak symbol compiled here could replace one of another instruction set.
+// Built once per instruction set with -DKCP_ISA=<namespace> -DKCP_LANES=<floats per vector>. Everything but the table
+// is static, and no std templates are used: a weak symbol compiled here could replace one of another instruction set.
 #include "kernels.h"
 
 #include "backward_head.h"
@@ -21,7 +21,8 @@ static float* saved_of(const Problem& p, long n, long head) {
   return p.cache ? saved_chunk(p, p.cache, p.sequences[n].chunk * p.num_heads + head).h : nullptr;
 }
 static void run_forward(const Problem& p, long n, long head, int first, int last, void* scratch) {
-  forward_head(p, n, head, first, last, ((Scratch*)scratch)->forward, saved_of(p, n, head), p.num_heads, p.out.data != nullptr);
+  forward_head(p, n, head, first, last, ((Scratch*)scratch)->forward, saved_of(p, n, head), p.num_heads,
+               p.out.data != nullptr);
 }
 static void run_summary(const Problem& p, long n, long head, bool want_m, float* to, void* scratch) {
   summary_head(p, n, head, ((Scratch*)scratch)->forward, want_m, to);
@@ -38,11 +39,13 @@ static void run_backward_chunk(const Problem& p, long n, long head, long chunk, 
   BackwardScratch& w = ((Scratch*)scratch)->backward;
   const long slot = (p.sequences[n].chunk + chunk) * p.num_heads + head;
   begin_head(p, head, w.chunk);
-  copy_rows(p.state_gradient + slot * p.key_padded * p.value_padded, p.value_padded, w.dh[0], kLd, p.key_padded, p.value_padded);
+  copy_rows(p.state_gradient + slot * p.key_padded * p.value_padded, p.value_padded, w.dh[0], kLd, p.key_padded,
+            p.value_padded);
   const SavedChunk saved = saved_chunk(p, p.cache, slot);
   backward_chunk(p, n, head, chunk, saved, saved.h, false, w);
 }
-static void run_prepare(const Problem& p, const StageTensors& st, float scale, long n, long head, long chunk, void* scratch) {
+static void run_prepare(const Problem& p, const StageTensors& st, float scale, long n, long head, long chunk,
+                        void* scratch) {
   stage_prepare(p, st, scale, n, head, chunk, ((Scratch*)scratch)->stage);
 }
 static void run_scan(const Problem& p, const StageTensors& st, long n, long head, void* scratch) {
@@ -60,7 +63,8 @@ static void run_grad_scan(const Problem& p, const StageTensors& st, long n, long
 static void run_grad_inputs(const Problem& p, const StageTensors& st, long n, long head, long chunk, void* scratch) {
   stage_grad_inputs(p, st, n, head, chunk, ((Scratch*)scratch)->backward);
 }
-static void reduce_group(const Problem& p, const View& from, const View& to, long b, long t, long tokens, long key_head) {
+static void reduce_group(const Problem& p, const View& from, const View& to, long b, long t, long tokens,
+                         long key_head) {
   const long group = p.group, first = key_head * group;
   store_rows(to, row_at(to, b, t, key_head), (int)tokens, (int)p.key_width, false, [&](int i, int d) {
     Vec sum = (Vec){};
@@ -70,7 +74,8 @@ static void reduce_group(const Problem& p, const View& from, const View& to, lon
 }
 
 extern const Kernels table;
-const Kernels table = {KCP_NAME(KCP_ISA), sizeof(Scratch), run_forward, run_summary, run_backward, run_state_gradient, run_backward_chunk,
-                       run_prepare,         run_scan,        run_out,     run_grad_out, run_grad_scan, run_grad_inputs, reduce_group};
+const Kernels table = {KCP_NAME(KCP_ISA),  sizeof(Scratch),    run_forward,     run_summary, run_backward,
+                       run_state_gradient, run_backward_chunk, run_prepare,     run_scan,    run_out,
+                       run_grad_out,       run_grad_scan,      run_grad_inputs, reduce_group};
 
 }  // namespace KCP_ISA

@@ -20,12 +20,18 @@ struct Kernels {
   void (*grad_out)(const Problem&, const StageTensors&, long n, long head, long chunk, void* scratch);
   void (*grad_scan)(const Problem&, const StageTensors&, long n, long head, void* scratch);
   void (*grad_inputs)(const Problem&, const StageTensors&, long n, long head, long chunk, void* scratch);
-  // out[i] (+)= x[i] over one token's heads: dq, dk of a group of value heads to their key head
+  // sum of the q or k gradients of a group of value heads, for `tokens` tokens from t on
   void (*reduce_group)(const Problem&, const View& from, const View& to, long b, long t, long tokens, long key_head);
 };
 
-namespace kcp_baseline { extern const Kernels table; }
+namespace kcp_baseline {
+extern const Kernels table;
+}
 #if defined(__x86_64__)
-namespace kcp_avx2 { extern const Kernels table; }
-namespace kcp_avx512 { extern const Kernels table; }
+namespace kcp_avx2 {
+extern const Kernels table;
+}
+namespace kcp_avx512 {
+extern const Kernels table;
+}
 #endif

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -30,11 +31,18 @@ struct Pool {
   const std::function<void(long)>* work = nullptr;
   std::atomic<long> next{0};
   long count = 0;
-  int tickets = 0;  // workers that may still join the current call
-  int running = 0;  // workers that have joined and not finished
+  int tickets = 0;           // workers that may still join the current call
+  int running = 0;           // workers that have joined and not finished
+  std::exception_ptr error;  // the first one thrown by an item
 
   void drain() {
-    for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) (*work)(i);
+    try {
+      for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) (*work)(i);
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(mutex);
+      if (!error) error = std::current_exception();
+      next.store(count, std::memory_order_relaxed);
+    }
   }
   void worker() {
     const cpu_set_t cores = allowed_cores();
@@ -55,6 +63,7 @@ struct Pool {
       while ((int)workers.size() < helpers) workers.emplace_back([this] { worker(); });
       work = &f;
       count = n;
+      error = nullptr;
       next.store(0, std::memory_order_relaxed);
       tickets = helpers;
     }
@@ -63,6 +72,7 @@ struct Pool {
     std::unique_lock<std::mutex> lock(mutex);
     tickets = 0;  // a worker that has not woken by now is not waited for
     done.wait(lock, [this] { return running == 0; });
+    if (error) std::rethrow_exception(error);
   }
 };
 

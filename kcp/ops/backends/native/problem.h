@@ -35,7 +35,7 @@ struct Sequence {
 struct Problem {
   long num_sequences, num_heads, group, key_width, value_width;  // group = H / Hk
   long key_padded, value_padded;
-  int chunk;  // tokens per chunk
+  int chunk;     // tokens per chunk
   int streamed;  // outputs are too large to stay in the caches
   int gate, l2norm, beta_sigmoid, neg_eigval, state_v_first;
   float lower_bound, scale, epsilon;

@@ -59,8 +59,8 @@ enum Shape { kFull, kLower, kUpper };  // op(A) as a triangle of 16x16 blocks: b
 
 // depth is a multiple of 16
 template <int R, int W, bool transposed>
-KCP_INLINE void accumulate(Prefetch& prefetch, Vec (&sum)[R][W], const float* __restrict a, long lda, const float* __restrict b,
-                           long ldb, int depth) {
+KCP_INLINE void accumulate(Prefetch& prefetch, Vec (&sum)[R][W], const float* __restrict a, long lda,
+                           const float* __restrict b, long ldb, int depth) {
   for (int t = 0; t < depth; t += kStep) {
     prefetch.touch();
     for (int u = 0; u < kStep; u++, b += ldb, a += transposed ? lda : 1) {
@@ -89,7 +89,8 @@ KCP_INLINE void tiles(Prefetch& prefetch, int rows, int cols, const Product& p1,
       KCP_UNROLL for (int i = 0; i < R; i++) KCP_UNROLL for (int j = 0; j < W; j++) sum[i][j] = (Vec){};
       add_tile<R, W, trans1, two ? kFull : shape>(prefetch, sum, p1, m, n);
       if (two) add_tile<R, W, trans2, shape>(prefetch, sum, p2, m, n);
-      KCP_UNROLL for (int i = 0; i < R; i++) KCP_UNROLL for (int j = 0; j < W; j++) done(m + i, n + j * kLanes, sum[i][j]);
+      KCP_UNROLL for (int i = 0; i < R; i++) KCP_UNROLL for (int j = 0; j < W; j++)
+          done(m + i, n + j * kLanes, sum[i][j]);
     }
 }
 // cols is a multiple of 32
@@ -104,7 +105,8 @@ KCP_INLINE void multiply_add(Prefetch& prefetch, int rows, int cols, Product p1,
 // 16 columns, rows a multiple of 16
 template <bool trans, class Done>
 KCP_INLINE void multiply16(Prefetch& prefetch, int rows, Product p, Done done) {
-  tiles<(KCP_LANES == 16 ? 16 : kRows), (KCP_LANES == 16 ? 1 : kVecs), false, trans, trans, kFull>(prefetch, rows, 16, p, p, done);
+  tiles<(KCP_LANES == 16 ? 16 : kRows), (KCP_LANES == 16 ? 1 : kVecs), false, trans, trans, kFull>(prefetch, rows, 16,
+                                                                                                   p, p, done);
 }
 
 }  // namespace KCP_ISA

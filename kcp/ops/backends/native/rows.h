@@ -88,8 +88,8 @@ KCP_INLINE void stream_row(char* to, const char* from, long bytes) {
   for (; at + size <= bytes; at += size) stream((float*)(to + at), load((const float*)(from + at)));
   copy_ragged(to + at, from + at, bytes - at);
 }
-// row <- value(row, column); only the first `width` columns are written. streamed: the tensors are too large for the caches;
-// value() is then asked for vectors at any column, up to kLanes - 1 columns past the width.
+// row <- value(row, column); only the first `width` columns are written. streamed: the tensors are too large for the
+// caches; value() is then asked for vectors at any column, up to kLanes - 1 columns past the width.
 template <int dtype, class Value>
 KCP_INLINE void store_rows_as(char* to, long stride, int rows, int width, bool streamed, Value value) {
   typedef typename Storage<dtype>::Element E;
@@ -102,7 +102,9 @@ KCP_INLINE void store_rows_as(char* to, long stride, int rows, int width, bool s
       if (d > width) d = width;
       if (d) Storage<dtype>::put(buffer, value(i, 0)), copy_ragged((char*)row, (const char*)buffer, d * sizeof(E));
       for (; d + kLanes <= width; d += kLanes) stream((float*)(row + d), value(i, d));
-      if (d < width) Storage<dtype>::put(buffer, value(i, d)), copy_ragged((char*)(row + d), (const char*)buffer, (width - d) * sizeof(E));
+      if (d < width)
+        Storage<dtype>::put(buffer, value(i, d)),
+            copy_ragged((char*)(row + d), (const char*)buffer, (width - d) * sizeof(E));
       continue;
     }
     E* at = streamed ? buffer : row;
@@ -123,7 +125,8 @@ KCP_INLINE void store_rows(const View& x, char* to, int rows, int width, bool st
 }
 // scratch <- rows of a tensor, zero-filled to `padded` columns and `rows_padded` rows
 template <int dtype>
-KCP_NOINLINE void gather_as(const char* from, long stride, int rows, int rows_padded, int width, int padded, float* to) {
+KCP_NOINLINE void gather_as(const char* from, long stride, int rows, int rows_padded, int width, int padded,
+                            float* to) {
   load_rows_as<dtype>(from, stride, rows, width, [=](int i, int d, Vec x) { store(to + i * kLd + d, x); });
   const int filled = (width + kLanes - 1) & ~(kLanes - 1);
   if (filled < padded) zero_rows(to + filled, kLd, rows, padded - filled);
@@ -139,7 +142,8 @@ struct Source {
   const float* at;
   long ld;
 };
-KCP_INLINE Source rows_or_gather(const View& x, const char* from, int rows, int rows_padded, int width, int padded, float* buffer) {
+KCP_INLINE Source rows_or_gather(const View& x, const char* from, int rows, int rows_padded, int width, int padded,
+                                 float* buffer) {
   if (x.dtype == kFloat32 && rows == rows_padded && width == padded) return {(const float*)from, x.token / 4};
   gather(x, from, rows, rows_padded, width, padded, buffer);
   return {buffer, kLd};
@@ -165,7 +169,9 @@ KCP_INLINE void store_scalar(char* p, int dtype, float x) {
 }
 KCP_INLINE long dtype_size(int dtype) { return dtype == kFloat32 ? 4 : 2; }
 // first row of head h at token t of batch row b
-KCP_INLINE char* row_at(const View& x, long b, long t, long h) { return x.data + b * x.batch + t * x.token + h * x.head; }
+KCP_INLINE char* row_at(const View& x, long b, long t, long h) {
+  return x.data + b * x.batch + t * x.token + h * x.head;
+}
 
 // state [K,V] (or [V,K]) of one sequence and head <-> scratch [Kp][kLd]
 KCP_NOINLINE void load_state(const float* s, const Problem& p, float* h) {

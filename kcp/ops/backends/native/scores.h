@@ -1,13 +1,13 @@
 // Scores inside a chunk and the inverse of its triangular system:
-//     Aqk_ij = scale sum_d q_id k_jd 2^(G_id - G_jd)   j <= i          L_ij = beta_i sum_d k_id k_jd 2^(G_id - G_jd)   j < i
-//     Akk = (I + L)^-1
+//     Aqk_ij = scale sum_d q_id k_jd 2^(G_id - G_jd)   j <= i          L_ij = beta_i sum_d k_id k_jd 2^(G_id - G_jd) j
+//     < i Akk = (I + L)^-1
 #pragma once
 #include "chunk.h"
 
 namespace KCP_ISA {
 
-// D vectors of columns of all pairs i >= j of one diagonal block: x = k_j 2^(G_i - G_j) is a running product of one-token
-// decays, hence exact zeros under any decay. Partial sums over the lanes go to c.pairs, in the order (j, i).
+// D vectors of columns of all pairs i >= j of one diagonal block: x = k_j 2^(G_i - G_j) is a running product of
+// one-token decays, hence exact zeros under any decay. Partial sums over the lanes go to c.pairs, in the order (j, i).
 template <int D>
 KCP_INLINE void diagonal_columns(Chunk& c, int b, int d0) {
   int at = 0;
@@ -74,7 +74,8 @@ KCP_NOINLINE void invert(Chunk& c, float* x) {
     zero_rows(x11 + kBlock, ld, kBlock, kBlock);
     multiply16<false>(c.prefetch, kBlock, {&c.lower[b + kBlock][b], ld, x11, ld, kBlock},
                       [=](int i, int j, Vec v) { store(s + i * kHalf + j, v); });
-    multiply16<false>(c.prefetch, kBlock, {x22, ld, s, kHalf, kBlock}, [=](int i, int j, Vec v) { store(x21 + i * ld + j, -v); });
+    multiply16<false>(c.prefetch, kBlock, {x22, ld, s, kHalf, kBlock},
+                      [=](int i, int j, Vec v) { store(x21 + i * ld + j, -v); });
   }
   if (rows <= kHalf) return;
   float* x21 = x + kHalf * ld;
@@ -91,8 +92,12 @@ KCP_NOINLINE void chunk_scores(Chunk& c, float scale, float* aqk, float* akk) {
   const int rows = c.rows, depth = c.padded;
   float *kT = c.k_T[0], *lower = c.lower[0];
   const float* beta = c.beta;
-  auto to_aqk = [=](int r, int col) { return [=](int i, int j, Vec v) { store(aqk + (r + i) * ld + col + j, v * scale); }; };
-  auto to_lower = [=](int r, int col) { return [=](int i, int j, Vec v) { store(lower + (r + i) * ld + col + j, v * beta[r + i]); }; };
+  auto to_aqk = [=](int r, int col) {
+    return [=](int i, int j, Vec v) { store(aqk + (r + i) * ld + col + j, v * scale); };
+  };
+  auto to_lower = [=](int r, int col) {
+    return [=](int i, int j, Vec v) { store(lower + (r + i) * ld + col + j, v * beta[r + i]); };
+  };
   if (rows > kHalf) {
     transpose(c.k_near[0], kLd, kT, kLdT, kHalf, depth);
     multiply<false>(c.prefetch, rows - kHalf, kHalf, {c.q_far[0], kLd, kT, kLdT, depth}, to_aqk(kHalf, 0));

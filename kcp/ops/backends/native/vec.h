@@ -43,8 +43,8 @@ KCP_INLINE Vec select(IVec mask, Vec a, Vec b) { return (Vec)(((IVec)a & mask) |
 KCP_INLINE Vec absolute(Vec x) { return (Vec)((IVec)x & 0x7fffffff); }
 
 // 2^x for x <= 126, relative error below 1e-7; exactly 0 from -127 down; NaN stays NaN.
-// x = n + f, |f| <= 1/2: the integer n comes from the low bits of x + 1.5*2^23, 2^f from a degree-6 fit, and n is added to
-// the exponent bits (n = -127 with 2^f = 1 gives a true zero).
+// x = n + f, |f| <= 1/2: the integer n comes from the low bits of x + 1.5*2^23, 2^f from a degree-6 fit, and n is added
+// to the exponent bits (n = -127 with 2^f = 1 gives a true zero).
 KCP_INLINE Vec exp2v(Vec x) {
   const Vec lowest = splat(-127.f);
   x = lowest > x ? lowest : x;
@@ -100,7 +100,7 @@ KCP_INLINE Vec sigmoid(Vec z, Vec& t) {
 #else
 #define KCP_EACH_LANE KCP_4
 #endif
-#define KCP_LOW(lane) (((lane) & D) ? (lane)-D + KCP_LANES : (lane))
+#define KCP_LOW(lane) (((lane) & D) ? (lane) - D + KCP_LANES : (lane))
 #define KCP_HIGH(lane) (((lane) & D) ? (lane) + KCP_LANES : (lane) + D)
 
 template <int D>
@@ -124,7 +124,8 @@ KCP_INLINE void transpose_step(Vec* r) {
 }
 template <int D>
 KCP_INLINE void sum_step(Vec* r) {
-  KCP_UNROLL for (int i = 0; i < D; i++) r[i] = Interleave<D>::low(r[i], r[i + D]) + Interleave<D>::high(r[i], r[i + D]);
+  KCP_UNROLL for (int i = 0; i < D; i++) r[i] =
+      Interleave<D>::low(r[i], r[i + D]) + Interleave<D>::high(r[i], r[i + D]);
   if constexpr (D > 1) sum_step<D / 2>(r);
 }
 // to[c][r] = from[r][c]; rows and cols are multiples of kLanes

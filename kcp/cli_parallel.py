@@ -1,0 +1,212 @@
+"""``kcp plan`` and ``kcp simulate``: what context parallelism costs and how exact it is, without starting a run."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from dataclasses import replace
+
+PLAN_HELP = """\
+Predicts bytes, FLOPs, memory and time of every strategy for the KDA layers of a
+run, and says what kda_cp_strategy: 'auto' takes. Needs neither MindSpore nor the
+device; nothing is started.
+
+columns, for one rank:
+  fwd/bwd     what it receives a layer, as if the device had every collective
+  moved       what is moved for that, both ways: more where a collective is
+              emulated (CPU: all-to-all by all-gather; graphs: point to point by
+              rounds of all ranks)
+  work        units of one forward over the rank's tokens; 3 is no extra work
+  kept        memory from forward to backward a layer, kept transitions included
+  time        of all KDA layers, forward and backward, exchanges not overlapped
+  speedup     against one device
+
+Projections, ShortConv, attention and MLP layers cost every strategy the same and
+are left out. CPU numbers are measured defaults; for NPUs give your own.
+
+examples:
+  kcp plan configs/tiny_cp2.yaml
+  kcp plan configs/kimi_linear_48b_npu.yaml --world-size 64
+  kcp plan CONFIG --bandwidth 50e9 --latency 20e-6 --flops 1e14
+"""
+
+SIMULATE_HELP = """\
+Runs many ranks in one process and prints the worst error against one device.
+
+summaries (default)
+  Random affine summaries [E | M] of W ranks, W up to 1024. Prefix and suffix in
+  float32, one after the other and as a tree, against float64: shows how errors
+  grow with W. --decay is the largest log decay of a rank: near 0 the transitions
+  hardly shrink anything, which is the hardest case.
+core
+  ShortConv's halo and KdaCore, forward and backward, as W ranks in lockstep (W
+  up to 64), against the same on one rank, in float32. Not a whole layer: that
+  would need automatic differentiation of several ranks in one process, which
+  MindSpore does not have. What is left out (projections, the convolution's taps,
+  norms) acts on each token and its halo alone.
+
+examples:
+  kcp simulate --ranks 1024
+  kcp simulate core --ranks 8 --tokens 256 --strategy ptp_chain
+  kcp simulate core --ranks 16 --tokens 320 --documents 100,1,219
+"""
+
+
+def add_commands(commands, style: dict) -> None:
+    """Add both subcommands to the parser of :mod:`kcp.cli`."""
+    plan = commands.add_parser("plan", help="what each strategy costs, and what auto takes", description=PLAN_HELP, **style)
+    plan.add_argument("config", metavar="CONFIG", help="MindFormers YAML file")
+    plan.add_argument("--world-size", type=_count, metavar="N", help="plan for N workers (default: as many as CONFIG asks for)")
+    plan.add_argument("--bandwidth", type=_number, metavar="BYTES/S", help="bytes a second that a rank receives")
+    plan.add_argument("--latency", type=_number, metavar="S", help="seconds of one exchange of almost nothing")
+    plan.add_argument("--flops", type=_number, metavar="FLOP/S", help="what the KDA kernels of one rank reach")
+    plan.set_defaults(command=run_plan)
+
+    simulate = commands.add_parser("simulate", help="errors of context parallelism, without machines", description=SIMULATE_HELP, **style)
+    simulate.add_argument("what", nargs="?", choices=("summaries", "core"), default="summaries", help="what to run (default: %(default)s)")
+    simulate.add_argument("--ranks", type=_count, default=8, metavar="W", help="ranks (default: %(default)s)")
+    simulate.add_argument("--heads", type=_count, default=2, metavar="H", help="heads (default: %(default)s)")
+    simulate.add_argument("--width", type=_count, default=32, metavar="K", help="head width, K and V (default: %(default)s)")
+    simulate.add_argument("--decay", type=_number, default=0.01, metavar="A", help="largest decay (default: %(default)s)")
+    simulate.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
+    core = simulate.add_argument_group("core")
+    core.add_argument("--strategy", default="state_scan", metavar="NAME", help="strategy (default: %(default)s)")
+    core.add_argument("--tokens", type=_count, metavar="T", help="tokens of all ranks (default: 16 a rank)")
+    core.add_argument("--documents", type=_lengths, metavar="N,N,...", help="lengths of packed documents, T in all (default: one)")
+    simulate.set_defaults(command=run_simulate)
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Print the table of ``kcp plan``."""
+    from kcp.config import ConfigError, load_run_config
+
+    try:
+        run = load_run_config(options.config)
+        sizes, machine = _plan_inputs(run, options)
+    except ConfigError as error:
+        return _refuse(*error.problems)
+    except ValueError as error:
+        return _refuse(str(error))
+    print(plan_text(sizes, machine, run.model.kda_cp_strategy))
+    return 0
+
+
+def _plan_inputs(run, options):
+    """``(Sizes, Machine)`` of a run and the command line."""
+    from kcp.parallel.plan import Sizes, machine_of
+
+    model, ranks = run.model, run.parallel.context_parallel
+    if options.world_size is not None:
+        if options.world_size % run.parallel.data_parallel:
+            raise ValueError(f"--world-size is {options.world_size}; allowed: a multiple of data_parallel = {run.parallel.data_parallel}")
+        ranks = options.world_size // run.parallel.data_parallel
+    if model.seq_length % ranks:
+        raise ValueError(f"seq_length is {model.seq_length}; allowed: a multiple of context_parallel = {ranks}")
+    graph = run.training.mode == 0
+    sizes = Sizes(
+        ranks, run.training.batch_size, model.seq_length, model.linear_num_heads, model.linear_num_value_heads, model.linear_head_dim,
+        model.linear_value_head_dim, layers=max(1, model.layer_types.count("linear_attention")), dtype=model.compute_dtype,
+        packed=graph, chunk_size=model.kda_chunk_size, disable_recompute=model.kda_disable_recompute,
+        ptp_head_groups=model.kda_ptp_head_groups or None, hybrid_ulysses_degree=model.kda_hybrid_ulysses_degree or None,
+    )  # fmt: skip
+    given = {name: getattr(options, name) for name in ("bandwidth", "latency", "flops")}
+    given = {name: value for name, value in given.items() if value is not None}
+    machine = replace(machine_of(run.training.device_target, graph), **given)
+    return sizes, replace(machine, source=machine.source + "; given: " + ", ".join(given)) if given else machine
+
+
+def plan_text(sizes, machine, configured: str) -> str:
+    """The table of ``kcp plan``.
+
+    Args:
+        sizes: a :class:`kcp.parallel.plan.Sizes`.
+        machine: a :class:`kcp.parallel.plan.Machine`.
+        configured: the strategy of the configuration.
+    """
+    from kcp.parallel.plan import choose, compare, one_device_seconds
+
+    s, whole = sizes, one_device_seconds(sizes, machine)
+    packing = ", boundaries known at run time" if s.packed else ""
+    lines = [
+        f"{s.layers} KDA layers over {s.ranks} ranks: {s.batch} x {s.tokens} tokens, {s.num_heads} key and {s.num_v_heads} value heads, "
+        f"K {s.head_dim}, V {s.v_head_dim}, {s.dtype}{packing}",
+        f"bandwidth {machine.bandwidth:.3g} B/s, latency {machine.latency:.3g} s, {machine.flops:.3g} FLOP/s ({machine.source})",
+        "",
+        f"{'strategy':<12}{'fwd MB':>10}{'bwd MB':>10}{'moved MB':>10}{'work':>7}{'GFLOP':>10}{'kept MB':>10}{'time ms':>11}{'speedup':>9}",
+    ]
+    for cost in compare(s, machine):
+        if cost.refused:
+            lines.append(f"{cost.strategy:<12}no: {cost.refused}")
+            continue
+        megabytes = "".join(f"{n / 1e6:>10.3f}" for n in (cost.forward_bytes, cost.backward_bytes, cost.physical_bytes))
+        seconds = cost.seconds * s.layers
+        lines.append(
+            f"{cost.strategy:<12}{megabytes}{cost.work:>7.2f}{cost.flops / 1e9:>10.3f}{cost.kept_bytes / 1e6:>10.3f}"
+            f"{seconds * 1e3:>11.3f}{whole * s.layers / seconds:>9.2f}"
+        )
+    lines += ["", f"auto takes {choose(s, machine).strategy}; kda_cp_strategy is {configured}"]
+    return "\n".join(lines)
+
+
+def run_simulate(options: argparse.Namespace) -> int:
+    """Print what ``kcp simulate`` found."""
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings would hide the table
+    import mindspore as ms
+
+    from kcp.parallel.simulate import MOST_CORE_RANKS, MOST_RANKS, core_errors, summary_errors
+
+    ms.set_device("CPU")
+    ms.runtime.launch_blocking()
+
+    most = MOST_RANKS if options.what == "summaries" else MOST_CORE_RANKS
+    if options.ranks > most:
+        return _refuse(f"--ranks is {options.ranks}; allowed for {options.what}: at most {most}")
+    try:
+        if options.what == "summaries":
+            rows = summary_errors(options.ranks, options.heads, options.width, options.decay, options.seed)
+            print(f"{'ranks':>6}{'prefix':>12}{'suffix':>12}{'tree':>12}   relative L2 of the last rank's state against float64")
+            for ranks, prefix, suffix, tree in rows:
+                print(f"{ranks:>6}{prefix:>12.2e}{suffix:>12.2e}{tree:>12.2e}")
+            return 0
+        tokens = options.tokens or (sum(options.documents) if options.documents else 16 * options.ranks)
+        errors = core_errors(
+            options.strategy, options.ranks, tokens, options.heads, options.width, options.decay, options.documents, options.seed
+        )
+    except ValueError as error:
+        return _refuse(str(error))
+    print(f"{options.strategy} over {options.ranks} ranks, {tokens} tokens: relative L2 against one rank")
+    for name, value in errors.items():
+        print(f"  {name:<14}{value:.2e}")
+    print(f"  worst         {max(errors.values()):.2e}")
+    return 0
+
+
+def _refuse(*lines: str) -> int:
+    for line in lines:
+        print(f"kcp: error: {line}", file=sys.stderr)
+    return 2
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: an integer >= 1 is needed")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: a number >= 0 is needed")
+    return value
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: lengths separated by commas are needed, as in 100,1,219")
+    return tuple(int(part) for part in parts)

@@ -1,0 +1,116 @@
+"""Plans against numbers computed by hand, and their bytes against what a lockstep run counts."""
+
+import mindspore as ms
+import pytest
+from core_cases import CoreProblem, check, run_explicit
+
+from kcp.layers import KdaCore
+from kcp.parallel import lockstep, plan
+from kcp.parallel.plan import Machine, Sizes, chain_work, choose, compare, estimate, scan_work
+
+FREE = Machine(bandwidth=1e30, latency=0.0, flops=1e9)
+
+
+def _sizes(ranks, heads=8, **fields):
+    defaults = {"batch": 1, "tokens": 16384, "num_heads": heads, "num_v_heads": heads, "head_dim": 128, "v_head_dim": 128}
+    return Sizes(ranks=ranks, **{**defaults, **fields})
+
+
+def _speedup(strategy, sizes):
+    return plan.one_device_seconds(sizes, FREE) / estimate(strategy, sizes, FREE).seconds
+
+
+def test_work_by_hand():
+    assert scan_work(2) == pytest.approx(0.7 + 1 + 0.85 + 2)
+    assert scan_work(3) == scan_work(64) == pytest.approx(1.17 + 1 + 0.85 + 2)
+    assert scan_work(4, keep_transitions=False) == pytest.approx(1.17 + 1 + 0.85 + 1.17 + 2)
+    assert scan_work(2, keep_transitions=False) == scan_work(2)
+    assert scan_work(2, packed=True) == pytest.approx(0.7 + 1.17 + 1 + 0.85 + 2)
+    assert scan_work(1) == chain_work(1, 4) == 3
+    assert chain_work(3, 4) == pytest.approx(3 * 6 / 4)
+
+
+def test_bounds_of_the_design():
+    assert _speedup("state_scan", _sizes(2)) == pytest.approx(3 * 2 / 4.55, rel=0.01)
+    assert _speedup("ptp_chain", _sizes(2)) == pytest.approx(16 / 9)
+    assert _speedup("ptp_chain", _sizes(8, 32, ptp_head_groups=32)) == pytest.approx(8 * 32 / 39)
+    assert _speedup("ulysses", _sizes(4)) == pytest.approx(4)
+
+
+def test_flops_and_memory_by_hand():
+    sizes = _sizes(2, 1, tokens=128, head_dim=4, v_head_dim=2, chunk_size=16)
+    assert sizes.forward_flops == 64 * (16 * (24 + 8) + 48)
+    inputs = 64 * (2 * 4 + 2 + 4 + 1) * 4
+    caches = 64 * (4 * 2 / 16 + 2 + 2 * 16) * 4
+    scan = estimate("state_scan", sizes, FREE)
+    assert scan.kept_bytes == inputs + caches + 4 * 2 * 4 + 2 * 4 * 4 * 4
+    assert scan.flops == pytest.approx(4.55 * sizes.forward_flops + 2 * 2 * 4 * 4 * 2)
+    assert estimate("ulysses", sizes, FREE).refused == "num_heads is 1; allowed under ulysses: a multiple of the group's size 2"
+    chain = estimate("ptp_chain", _sizes(2, 1, tokens=128, head_dim=4, v_head_dim=2, disable_recompute=False), FREE)
+    assert chain.kept_bytes == inputs + 4 * 2 * 4
+
+
+def test_time_by_hand():
+    sizes = _sizes(2, 2, tokens=64, head_dim=2, v_head_dim=2)
+    machine = Machine(bandwidth=1000.0, latency=0.5, flops=1e4)
+    cost = estimate("state_scan", sizes, machine)
+    assert (cost.forward_bytes, cost.backward_bytes) == (2 * 2 * 4 * 4, 2 * 4 * 4)
+    assert cost.seconds == pytest.approx(cost.flops / 1e4 + 2 * 0.5 + (64 + 32) / 1000)
+
+
+@pytest.mark.parametrize("point_to_point", [True, False])
+@pytest.mark.parametrize(("strategy", "ranks"), [("ulysses", 2), ("state_scan", 3), ("ptp_chain", 3), ("ptp_tree", 5), ("hybrid", 4)])
+def test_bytes_are_those_that_a_run_counts(strategy, ranks, point_to_point):
+    heads, batch, tokens = 4, 2, 6 * ranks
+    options = {"hybrid_ulysses_degree": 2} if strategy == "hybrid" else {}
+    problem = CoreProblem(
+        lengths=(6,) * ranks, strategy=strategy, batch=batch, num_heads=heads, num_v_heads=heads, with_initial_state=False,
+        with_final_state=False, options=options,
+    )  # fmt: skip
+
+    def body(group):
+        run_explicit(problem, group)
+        return group.traffic
+
+    counted = lockstep.run(ranks, body, problem.lengths, point_to_point)
+    sizes = Sizes(ranks, batch, tokens, heads, heads, problem.head_dim, problem.v_head_dim, **options)
+    cost = estimate(strategy, sizes, Machine(1.0, 0.0, 1.0, has_point_to_point=point_to_point))
+    logical, physical = max(t.logical() for t in counted), max(t.physical() for t in counted)
+    if strategy == "ptp_tree" and point_to_point:  # the busiest rank forward is at rest backward
+        assert physical < cost.physical_bytes < 2 * physical
+        return
+    assert physical == cost.physical_bytes
+    if point_to_point:
+        assert logical == cost.forward_bytes + cost.backward_bytes
+
+
+def test_auto_takes_the_cheapest_that_the_heads_allow():
+    fast = Machine(bandwidth=1e12, latency=1e-6, flops=1e11)
+    assert choose(_sizes(1), fast).strategy == "none"
+    assert choose(_sizes(2), fast).strategy == "ulysses"
+    assert choose(_sizes(3), fast).strategy == "ptp_chain"  # 8 heads over 3 ranks
+    assert choose(_sizes(64, 1), fast).strategy in ("state_scan", "ptp_tree")
+    slow = Machine(bandwidth=1e7, latency=1e-3, flops=1e11)
+    assert choose(_sizes(2), slow).strategy == "ptp_chain"  # states instead of tokens
+    refused = [cost.strategy for cost in compare(_sizes(3), fast) if cost.refused]
+    assert refused == ["none", "ulysses", "hybrid"]
+
+
+@pytest.mark.parametrize("fields", [{"ranks": 0}, {"tokens": -1}, {"dtype": "int8"}])
+def test_sizes_are_checked(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        Sizes(**{**vars(_sizes(2)), **fields})
+
+
+def test_a_core_resolves_auto_when_it_is_built():
+    problem = CoreProblem(lengths=(6,) * 3, strategy="auto", num_heads=3, num_v_heads=3, options={"plan_tokens": 18})
+
+    def body(group):
+        return KdaCore(problem.config(), group).config.strategy, run_explicit(problem, group)
+
+    results = lockstep.run(3, body, problem.lengths)
+    sizes = Sizes(3, 1, 18, 3, 3, problem.head_dim, problem.v_head_dim, chunk_size=16)
+    expected = choose(sizes, plan.machine_of(ms.get_context("device_target"), graph=False)).strategy
+    assert {strategy for strategy, _ in results} == {expected} <= {"ulysses", "state_scan", "ptp_chain", "ptp_tree"}
+    check(problem, [result for _, result in results])
+    assert KdaCore(problem.config()).config.strategy == "none"
