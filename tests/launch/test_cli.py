@@ -29,7 +29,7 @@ def edited(tmp_path, change):
     return path
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["validate", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["validate", "--help"], ["convert", "--help"]])
 def test_help_has_examples(arguments, capsys):
     with pytest.raises(SystemExit) as leave:
         cli.main(arguments)
