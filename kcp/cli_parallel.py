@@ -109,6 +109,7 @@ def _plan_inputs(run, options):
         ranks, run.training.batch_size, model.seq_length, model.linear_num_heads, model.linear_num_value_heads, model.linear_head_dim,
         model.linear_value_head_dim, layers=max(1, model.layer_types.count("linear_attention")), dtype=model.compute_dtype,
         packed=graph, chunk_size=model.kda_chunk_size, disable_recompute=model.kda_disable_recompute,
+        ptp_head_groups=model.kda_ptp_head_groups or None, hybrid_ulysses_degree=model.kda_hybrid_ulysses_degree or None,
     )  # fmt: skip
     given = {name: getattr(options, name) for name in ("bandwidth", "latency", "flops")}
     given = {name: value for name, value in given.items() if value is not None}

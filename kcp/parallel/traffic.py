@@ -23,10 +23,11 @@ from mindspore.ops import constexpr
 STATE = "state"
 HEADS = "heads"
 HALO = "halo"
+TOKENS = "tokens"
 FINAL_STATE = "final_state"
 INITIAL_STATE = "dh0"
 PARAMETER = "parameter"
-PURPOSES = (STATE, HEADS, HALO, FINAL_STATE, INITIAL_STATE, PARAMETER)
+PURPOSES = (STATE, HEADS, HALO, TOKENS, FINAL_STATE, INITIAL_STATE, PARAMETER)
 
 
 @dataclass
@@ -44,8 +45,8 @@ class Received:
 
 
 class Traffic:
-    """A record of exchanges by purpose: ``state`` (states and summaries between ranks), ``heads`` (Ulysses), ``halo``, ``final_state`` (and
-    its gradient), ``dh0`` (the initial state's gradient), ``parameter`` (gradients of a_log and dt_bias).
+    """A record of exchanges by purpose: ``state`` (states and summaries between ranks), ``heads`` (Ulysses), ``halo``,
+    ``tokens`` (a sequence gathered whole), ``final_state`` (and its gradient), ``dh0`` (the initial state's gradient), ``parameter`` (gradients of a_log and dt_bias).
     """
 
     def __init__(self):

@@ -6,6 +6,7 @@ from core_cases import CoreProblem, run_explicit
 from mindspore import Tensor
 
 from kcp.parallel import Halo, Traffic, lockstep
+from kcp.parallel.gather import GatherSequence
 
 B, HK, HV, K, V = 2, 4, 4, 12, 10
 STATES = B * HV * K * V * 4
@@ -105,11 +106,23 @@ def test_halo_moves_every_tail():
     assert lockstep.run(3, body) == [(2 * B * halo * width * 4, 4 * B * halo * width * 4)] * 3
 
 
+def test_a_gathered_sequence_counts_tokens():
+    def body(group):
+        cell, x = GatherSequence(group), Tensor(np.full((B, 4, 5), float(group.rank), np.float32))
+        out = cell.construct(x)
+        forward = group.traffic.logical("tokens")
+        grad = cell.bprop(x, out, out)[0].asnumpy()
+        return forward, group.traffic.logical("tokens"), float(grad.mean())
+
+    payload = B * 4 * 5 * 4
+    assert lockstep.run(3, body, (4, 4, 4)) == [(2 * payload, 5 * payload, 3.0 * r) for r in range(3)]
+
+
 def test_reset_and_unknown_purposes():
     traffic = Traffic()
     traffic.add("halo", 3, 6)
     copy = traffic.read()
     traffic.reset()
     assert (copy["halo"].logical, copy["halo"].physical, traffic.logical(), traffic.physical()) == (3, 6, 0, 0)
-    with pytest.raises(ValueError, match="purpose is 'tokens'; allowed: state, heads"):
-        traffic.add("tokens", 1, 1)
+    with pytest.raises(ValueError, match="purpose is 'rows'; allowed: state, heads"):
+        traffic.add("rows", 1, 1)
