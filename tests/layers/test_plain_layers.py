@@ -13,6 +13,7 @@ from kcp.layers.norms import GatedRMSNorm, RMSNorm
 
 pytestmark = pytest.mark.fast
 
+
 @pytest.fixture(params=[ms.PYNATIVE_MODE, ms.GRAPH_MODE], ids=["pynative", "graph"], autouse=True)
 def mode(request):
     ms.set_device("CPU")
