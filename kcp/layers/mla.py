@@ -20,9 +20,10 @@ from kcp.layers.linear import Linear
 from kcp.layers.norms import RMSNorm
 from kcp.layers.short_conv import tokens_into_document
 from kcp.ops import numerics
+from kcp.parallel.degrees import check_heads
 from kcp.parallel.gather import GatherSequence
 from kcp.parallel.group import CpGroup
-from kcp.parallel.ulysses import HeadsToSequence, SequenceToHeads, check_heads
+from kcp.parallel.ulysses import HeadsToSequence, SequenceToHeads
 
 STRATEGIES = ("none", "ulysses", "latent_gather")
 
