@@ -120,11 +120,12 @@ def shapes_of_tiny() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def random_tensors(seed: int = 0, bf16: bool = False) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def random_tensors(seed: int = 0, bf16: bool = False, vocab_size: int = 23) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Tensors of :data:`TINY` as ``(dtype, shape, bytes)``; with bf16 all but A_log and dt_bias are bfloat16, as released."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in shapes_of_tiny().items():
+        shape = (vocab_size, *shape[1:]) if shape[0] == 23 else shape
         values = (0.3 * rng.standard_normal(shape)).astype(np.float32)
         narrow = bf16 and not name.endswith(("A_log", "dt_bias"))
         raw = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes() if narrow else values.tobytes()

@@ -78,6 +78,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int, into) -> Tenso
     Returns:
         ``[B, Tq, H, V]``.
     """
+    if q.shape[1] == 0:
+        return v[:, :0]
     q, k, v = ops.transpose(q, (0, 2, 1, 3)), ops.transpose(k, (0, 2, 1, 3)), ops.transpose(v, (0, 2, 1, 3))
     distance = _distances(begin, begin + q.shape[2], k.shape[2])
     seen = distance >= 0

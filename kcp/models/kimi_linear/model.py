@@ -164,6 +164,8 @@ class KimiLinearForCausalLM(PreTrainedModel):
 
     config_class = KimiLinearConfig
     base_model_prefix = "model"
+    # Renamings that MindFormers' loading applies to a checkpoint: none, names on disk are the parameters'.
+    weight_mapping = ()
 
     def __init__(self, config: KimiLinearConfig, group: CpGroup | None = None):
         super().__init__(config)
