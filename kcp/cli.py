@@ -106,12 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(options: argparse.Namespace) -> int:
     from kcp.config import ConfigError, load_run_config
     from kcp.data.text import DataError, check_sources
+    from kcp.hf.errors import CheckpointError
     from kcp.launch import LaunchError, LaunchOptions, launch
+    from kcp.weights import weights_of_run
 
     try:
         run = load_run_config(options.config, options.workers)
         if run.data.dataset_dir:
             check_sources(run.data.dataset_dir)
+        weights_of_run(run)
         output_dir = Path(options.output_dir or run.training.output_dir)
         launch_options = LaunchOptions(
             workers=run.world_size,
@@ -132,7 +135,7 @@ def _train(options: argparse.Namespace) -> int:
         if launch_options.node_rank == 0:
             print(f"kcp: {_summary(run)}; logs: {launch_options.log_dir}", flush=True)
         return launch(["kcp.train", *arguments], launch_options)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         return _refuse(error.problems)
     except (DataError, LaunchError) as error:
         return _refuse([str(error)])

@@ -4,12 +4,15 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import mindspore as ms
 
 from kcp.digest import check_same_on_all_ranks, digests
+from kcp.hf.tensors import StoredTensor
+from kcp.weights import load_weights
 
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss.png"
@@ -27,6 +30,22 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(int(round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+class WeightLoader(ms.Callback):
+    """Loads the weights that a run starts from, before the monitor compares the ranks.
+
+    Args:
+        tensors: What :func:`kcp.weights.weights_of_run` found.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]):
+        super().__init__()
+        self.tensors = tensors
+
+    def on_train_begin(self, run_context: Any) -> None:
+        """Put the tensors into the network's parameters."""
+        load_weights(run_context.original_args().train_network, self.tensors)
 
 
 class KcpMonitor(ms.Callback):

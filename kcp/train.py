@@ -18,6 +18,9 @@ from typing import Any
 
 from kcp.config import ConfigError, RunConfig, load_run_config
 from kcp.data.text import DataError
+from kcp.hf.errors import CheckpointError
+from kcp.hf.tensors import StoredTensor
+from kcp.weights import weights_of_run
 
 MODES = {"graph": 0, "pynative": 1}
 
@@ -29,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command line, without the program's name; by default this process's.
 
     Returns:
-        0 when training came to its end, 2 when the configuration or the data can't be used (said on stderr, one line a reason).
+        0 when training came to its end, 2 when the configuration, weights or data can't be used (said on stderr, one line a reason).
 
     Raises:
         Exception: Whatever ended the training. The process must then end without waiting for its peers.
@@ -43,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         train(run, options.output_dir, options.mode, options.steps)
+    except CheckpointError as error:
+        for line in error.problems:
+            print(f"kcp: error: {line}", file=sys.stderr)
+        return 2
     except DataError as error:
         print(f"kcp: error: {error}", file=sys.stderr)
         return 2
@@ -77,7 +84,9 @@ def train(run: RunConfig, output_dir: str | None = None, mode: str | None = None
     Raises:
         RankMismatchError: The ranks do not run the same configuration, versions or initial parameters.
         DivergedError: Gradients stayed without finite values.
+        CheckpointError: ``load_checkpoint`` does not hold the model's tensors.
     """
+    weights = weights_of_run(run)
     folder = Path(output_dir or run.training.output_dir).expanduser().resolve()
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["LOCAL_DEFAULT_PATH"] = str(folder)
@@ -85,10 +94,12 @@ def train(run: RunConfig, output_dir: str | None = None, mode: str | None = None
     rank = int(os.environ.get("RANK_ID", "0"))
     with (folder / f"mindformers_rank{rank}.log").open("w", buffering=1, encoding="utf-8") as log:
         with contextlib.redirect_stdout(log):
-            _train(run, folder, mode, steps, progress)
+            _train(run, folder, mode, steps, progress, weights)
 
 
-def _train(run: RunConfig, folder: Path, mode: str | None, steps: int | None, progress: Any) -> None:
+def _train(
+    run: RunConfig, folder: Path, mode: str | None, steps: int | None, progress: Any, weights: dict[str, StoredTensor] | None
+) -> None:
     import mindspore as ms
 
     ms.set_device(run.training.device_target)
@@ -102,9 +113,11 @@ def _train(run: RunConfig, folder: Path, mode: str | None, steps: int | None, pr
     import kcp.data.loader  # noqa: F401  registers the dataset loader
     import kcp.models  # noqa: F401  registers the model and its configuration
     import kcp.train_step  # noqa: F401  registers the one-step wrapper
-    from kcp.monitor import KcpMonitor
+    from kcp.monitor import KcpMonitor, WeightLoader
 
     config = mindformers_config(run, folder, mode, steps)
+    if weights is not None:
+        config.load_checkpoint = ""
     stop_step = config.runner_config.stop_step or 0
     shared = {key: value for key, value in run.raw.items() if key != "output_dir"}
     build_context(config)
@@ -117,7 +130,8 @@ def _train(run: RunConfig, folder: Path, mode: str | None, steps: int | None, pr
         stop_step=stop_step,
         stream=progress,
     )
-    Trainer(args=config, callbacks=[monitor]).train()
+    callbacks = [monitor] if weights is None else [WeightLoader(weights), monitor]
+    Trainer(args=config, callbacks=callbacks).train()
 
 
 def mindformers_config(run: RunConfig, folder: Path, mode: str | None = None, steps: int | None = None) -> Any:
