@@ -45,8 +45,10 @@ class Received:
 
 
 class Traffic:
-    """A record of exchanges by purpose: ``state`` (states and summaries between ranks), ``heads`` (Ulysses), ``halo``,
-    ``tokens`` (a sequence gathered whole), ``final_state`` (and its gradient), ``dh0`` (the initial state's gradient), ``parameter`` (gradients of a_log and dt_bias).
+    """A record of exchanges by purpose.
+
+    Purposes: ``state`` (states and summaries between ranks), ``heads`` (Ulysses), ``halo``, ``tokens`` (a sequence gathered whole),
+    ``final_state`` (and its gradient), ``dh0`` (the initial state's gradient), ``parameter`` (gradients of a_log and dt_bias).
     """
 
     def __init__(self):

@@ -133,6 +133,7 @@ def test_gradient_along_a_random_direction_equals_the_difference_quotient(tied):
         assert got == pytest.approx((slope * direction).sum(), rel=3e-3, abs=3e-2), weight.name
 
 
+@pytest.mark.ci
 def test_graph_mode_equals_pynative():
     network, inputs = build(), batch()
     network.set_train()

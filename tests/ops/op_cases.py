@@ -250,8 +250,11 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-300))
 
 
-def errors(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[str, float]:
+def errors(got: dict[str, np.ndarray], want: dict[str, np.ndarray], entering: float = 0.0) -> dict[str, float]:
     """Error of every tensor: relative L2; that of a_log against the sum of its absolute terms.
+
+    The initial state's gradient is what is left of the final state's after every token's contraction: where less than a hundredth of
+    ``entering``, the norm of the final state's gradient, is left, its error is judged against that hundredth.
 
     A truth that is 0 (or below 1e-6 everywhere) counts by its largest absolute error, in units of 0.1, so that 1e-5
     of it is the 1e-6 that such a tensor may be off.
@@ -265,6 +268,9 @@ def errors(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[str,
             table[name] = float(np.max(np.abs(x - truth) / np.maximum(want["a_log_terms"], 1e-1)))
         elif np.max(np.abs(truth), initial=0.0) <= 1e-6:
             table[name] = float(np.max(np.abs(x - truth), initial=0.0)) * 10.0
+        elif name == "initial_state":
+            size = max(float(np.linalg.norm(truth)), 0.01 * entering)
+            table[name] = float(np.linalg.norm(x - truth)) / size
         else:
             table[name] = relative(x, truth)
     return table
@@ -276,9 +282,10 @@ def check(
     dtype: str = "float32",
     out_tol: float = 1e-5,
     grad_tol: float = 5e-5,
+    entering: float = 0.0,
 ) -> dict[str, float]:
     """Hold every tensor to its tolerance: float32's, plus the rounding of results that are stored in ``dtype``."""
-    found = errors(got, want)
+    found = errors(got, want, entering)
     rounding, step = ROUNDING[dtype]
     bad = {}
     for name, error in found.items():

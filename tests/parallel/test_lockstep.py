@@ -54,24 +54,28 @@ def test_a_failing_rank_stops_the_others_and_its_error_comes_out():
 def test_messages_arrive_and_rounds_do_the_same():
     def body(group):
         c = group.collectives
-        got = [c.recv((2,), source).asnumpy() for source in range(group.rank)]
+        got = [c.recv((2,), source, "state").asnumpy() for source in range(group.rank)]
         for target in range(group.rank + 1, 3):
-            c.send(_ramp(group), target)
-        return got, c.round(_ramp(group), (group.rank + 1) % 3).asnumpy()
+            c.send(_ramp(group), target, "state")
+        return got, c.round(_ramp(group), (group.rank + 1) % 3, "state").asnumpy()
 
     for rank, (got, after) in enumerate(lockstep.run(3, body)):
         assert [x.tolist() for x in got] == [[source] * 2 for source in range(rank)]
         np.testing.assert_array_equal(after, [(rank + 1) % 3] * 2)
 
 
+def _send(c, target):
+    return c.send(_ramp(c), target, "state")
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (lambda c: c.send(_ramp(c), 1) if c.rank == 0 else c.recv((3,), 0), r"rank 0 sends \(2,\).* where rank 1 expects \(3,\)"),
-        (lambda c: c.recv((2,), 1 - c.rank), "rank 0 waits in recv .* from rank 1, rank 1 waits in recv .* from rank 0: no rank can go on"),
-        (lambda c: c.send(_ramp(c), 1 - c.rank), "no rank can go on"),
-        (lambda c: c.send(_ramp(c), 1) if c.rank == 0 else None, "rank 0 waits in send .* to rank 1 but another rank finished"),
-        (lambda c: c.send(_ramp(c), 1) if c.rank == 0 else c.all_reduce(_ramp(c)), "rank 1 waits in all_reduce .*: no rank can go on"),
+        (lambda c: c.recv((3,), 0, "state") if c.rank else _send(c, 1), r"rank 0 sends \(2,\).* where rank 1 expects \(3,\)"),
+        (lambda c: c.recv((2,), 1 - c.rank, "state"), "0 waits in recv .* from rank 1, rank 1 waits in recv .* rank 0: no rank can go on"),
+        (lambda c: _send(c, 1 - c.rank), "no rank can go on"),
+        (lambda c: None if c.rank else _send(c, 1), "rank 0 waits in send .* to rank 1 but another rank finished"),
+        (lambda c: c.all_reduce(_ramp(c), "state") if c.rank else _send(c, 1), "rank 1 waits in all_reduce .*: no rank can go on"),
     ],
     ids=["shapes", "both-receive", "both-send", "never-taken", "send-meets-collective"],
 )
@@ -83,7 +87,7 @@ def test_messages_that_do_not_match_are_reported(body, words):
 def test_groups_within_a_group():
     def body(group):
         inner, outer = split_group(group, 2)
-        gathered = [g.collectives.all_gather(_ramp(group)).asnumpy()[:, 0].tolist() for g in (inner, outer)]
+        gathered = [g.collectives.all_gather(_ramp(group), "state").asnumpy()[:, 0].tolist() for g in (inner, outer)]
         return gathered, inner.lengths(0), outer.lengths(0)
 
     results = lockstep.run(6, body, (1, 2, 3, 4, 5, 6))

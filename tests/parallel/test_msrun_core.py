@@ -42,14 +42,16 @@ def _judge(tmp_path, ranks, mode, problems):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mode"), [(2, "pynative"), (3, "pynative"), (2, "graph"), pytest.param(3, "graph", marks=pytest.mark.ci)]
+    ("ranks", "mode"),
+    [(2, "pynative"), *(pytest.param(*case, marks=pytest.mark.ci) for case in ((3, "pynative"), (2, "graph"), (3, "graph")))],
 )
 def test_core_among_processes(tmp_path, ranks, mode):
     problems = _problems(ranks)[: 4 if mode == "pynative" else 3]
     _judge(tmp_path, ranks, mode, problems)
 
 
-@pytest.mark.parametrize("mode", ["pynative", pytest.param("graph", marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
 def test_point_to_point_among_processes(tmp_path, mode):
     _judge(tmp_path, 2, mode, _point_to_point_problems())
 

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _msrun import run_workers  # noqa: E402
 
@@ -40,6 +42,7 @@ report("half")
 """
 
 
+@pytest.mark.ci
 def test_device_collectives_count_in_pynative(tmp_path):
     for output in run_workers(WORKER, workers=4, timeout=200):
         lines = [line.split()[1:] for line in output.splitlines() if line.startswith("counted")]

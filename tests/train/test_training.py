@@ -42,7 +42,7 @@ def test_pynative_equals_graph_mode(alone, tmp_path):
     ("strategy", "mode"),
     [
         pytest.param("state_scan", "graph", marks=pytest.mark.fast),
-        pytest.param("ulysses", "graph", marks=pytest.mark.fast),
+        pytest.param("ulysses", "graph", marks=pytest.mark.ci),
         pytest.param("state_scan", "pynative", marks=pytest.mark.ci),
         pytest.param("ulysses", "pynative", marks=pytest.mark.ci),
     ],

@@ -7,6 +7,7 @@ first of ``ascend``, ``native``, ``composite`` that serves the stage on this dev
 
 import contextlib
 import importlib
+import importlib.util
 import os
 from collections.abc import Iterator
 from functools import lru_cache
@@ -33,8 +34,11 @@ _forced: list[str] = []
 @lru_cache(None)
 def _load(name: str) -> ModuleType | str:
     """The backend's module, or why it can't be imported."""
+    module = f"kcp.ops.backends.{name}"
+    if importlib.util.find_spec(module) is None:
+        return "not in this release"
     try:
-        return importlib.import_module(f"kcp.ops.backends.{name}")
+        return importlib.import_module(module)
     except ImportError as error:
         return f"not installed ({error})"
 
