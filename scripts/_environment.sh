@@ -3,7 +3,7 @@
 #   PYTHON     interpreter that makes it (default: python3.11)
 #   KCP_VENV   where it is (default: .venv in the repository)
 #
-# It is current when setup.cfg, pyproject.toml and setup.py are what they were when it was made. Needs nothing but a
+# It is current when setup.cfg, pyproject.toml, setup.py and the native kernels' sources are what they were when it was made. Needs nothing but a
 # Python and a package index (pip's own settings decide which).
 
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -12,8 +12,7 @@ environment="${KCP_VENV:-$repository/.venv}"
 prepare_environment() {
     local python="${PYTHON:-python3.11}" stamp wanted
     stamp="$environment/.kcp-stamp"
-    # setup.py is there only when native kernels are built.
-    wanted="$(cd "$repository" && { cat setup.cfg pyproject.toml setup.py 2>/dev/null || true; } | sha256sum | cut -c1-64)"
+    wanted="$(cd "$repository" && cat setup.cfg pyproject.toml setup.py kcp/ops/backends/native/*.{cc,h,py} | sha256sum | cut -c1-64)"
     if [ -x "$environment/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] &&
         "$environment/bin/python" -c 'import kcp' 2>/dev/null; then
         return 0
