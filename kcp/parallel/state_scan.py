@@ -170,12 +170,11 @@ class StateScan:
         kept = 2 if self.keep_transitions else 1
         h0 = saved[0]
         shape = (docs.num_documents,) + h0.shape[1:]
-        tied = q
-        q, k, v, g, beta = self._flat(ops.depend(q, tied)), self._flat(k), self._flat(v), self._flat(g), self._flat(beta)
+        q, k, v, g, beta = self._flat(q), self._flat(k), self._flat(v), self._flat(g), self._flat(beta)
         if d_final is not None:
             grads = transpose_state(collectives.all_reduce(d_final, FINAL_STATE), self.state_v_first)
         else:
-            grads = ops.depend(ops.zeros(shape, ms.float32), tied)
+            grads = ops.depend(ops.zeros(shape, ms.float32), q)
         caches, opened, d_ends = (), (), grads[:1]
         if not self.no_tokens:
             d_ends = ops.gather(grads, index[PICK], 0)
