@@ -35,6 +35,7 @@ TEARDOWN_GRACE = 30.0
 # Bounds a collective's wait where MindSpore reads it (2.9.0 waits 30 s whatever it says).
 COMM_TIMEOUT_SECONDS = 180
 PORT_ATTEMPTS = 3
+PORT_TAKEN = ("Address already in use", "Failed to init the tcp server")  # which of them the log has depends on its level
 INTERRUPTED = 130
 LINE_WIDTH = 300
 # msrun without the working folder on its import path.
@@ -242,7 +243,7 @@ class _Run:
             return True
         if self.watch.left_early(EARLY_EXIT_GRACE) or self._teardown_hangs():
             return True
-        return ended or self._port_taken()
+        return ended or self._scheduler_failed()
 
     def _teardown_hangs(self) -> bool:
         """Whether every worker came to its end long ago and a process still does not leave."""
@@ -260,21 +261,26 @@ class _Run:
             time.sleep(POLL_SECONDS)
 
     def _wait_for_other_nodes(self, parent: subprocess.Popen) -> None:
-        """Let the scheduler serve the workers of other machines to their end."""
+        """The scheduler serves the workers of other machines to their end."""
         while self.options.local < self.options.workers and parent.poll() is None and not self.interrupted:
             time.sleep(POLL_SECONDS)
 
-    def _port_taken(self) -> bool:
+    def _scheduler_failed(self) -> bool:
+        """Whether the process that the workers meet at could not start: they would wait for it until msrun's own limit."""
         record = read_record(self.options.log_dir / "status" / f"{SCHEDULER}.json")
-        if self.options.workers == 1 or not record or record["state"] != "failed":
-            return False
-        return "Address already in use" in tail_text(self.options.log_dir / "scheduler.log")
+        return self.options.workers > 1 and bool(record) and record["state"] == "failed"
+
+    def _port_taken(self) -> bool:
+        log = tail_text(self.options.log_dir / "scheduler.log") if self._scheduler_failed() else ""
+        return any(words in log for words in PORT_TAKEN)
 
     def _verdict(self, parent_code: int | None) -> int:
         log_dir, watch = self.options.log_dir, self.watch
         if self.interrupted:
             _say("kcp: interrupted; all workers were stopped")
             return INTERRUPTED
+        if self._scheduler_failed() and not watch.failed():
+            return self._nothing_recorded(parent_code)
         first = watch.first_failure(self._noticed()) if watch.failed() or watch.running else None
         if first is None and not watch.running:
             return 0
@@ -311,6 +317,7 @@ class _Run:
             return 2
         name = "worker_0.log" if self.options.workers == 1 else "msrun.log"
         what = "msrun ended while workers were at work" if self.watch.pids else "the workers could not be started"
+        what = "the scheduler could not start" if self._scheduler_failed() else what
         _say(f"{USER_ERROR}{what} (exit code {parent_code}); last lines of {log_dir / name}:")
         scheduler = read_record(log_dir / "status" / f"{SCHEDULER}.json") or {}
         for line in [scheduler.get("error", ""), *last_lines(log_dir / name)]:

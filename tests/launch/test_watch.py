@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from kcp.launch import LaunchError, LaunchOptions, core_sets
+from kcp.launch import LaunchError, LaunchOptions, _Run, core_sets
 from kcp.launch_watch import Ending, Watch, last_lines, msrun_exit_codes
-from kcp.launch_worker import write_record
+from kcp.launch_worker import SCHEDULER, write_record
 
 KILLED = -signal.SIGKILL
 
@@ -146,3 +146,21 @@ def test_launch_options_are_checked(tmp_path, options, message):
 def test_ranks_of_a_machine(tmp_path):
     options = LaunchOptions(8, tmp_path, local_workers=4, master_port=8118, node_rank=1)
     assert list(options.ranks) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("log", "taken"),
+    [
+        ("bind: Address already in use", True),
+        ("InitTCPServer] Failed to init the tcp server.", True),
+        ("cannot resolve the address of the scheduler", False),
+    ],
+)
+def test_scheduler_that_can_not_start_ends_the_attempt(tmp_path, log, taken):
+    """Whatever it died of: the workers would wait for it. Only a port that was taken is worth another attempt."""
+    run = _Run(["job.py"], LaunchOptions(2, tmp_path))
+    (tmp_path / "status").mkdir()
+    assert not run._scheduler_failed()
+    write_record(tmp_path / "status", SCHEDULER, {"rank": 0, "pid": 1, "state": "failed", "time": time.time(), "error": "x", "code": 1})
+    (tmp_path / "scheduler.log").write_text(f"[ERROR] {log}\n")
+    assert run._scheduler_failed() and run._port_taken() is taken
