@@ -213,10 +213,14 @@ class KdaCore(nn.Cell):
         if self.distributed:
             return self._distributed(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
         batch, num_tokens = query.shape[:2]
-        if cu_seqlens is None or batch == 1:
+        if cu_seqlens is None:
             return self._local(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
         rows, boundaries = _split_boundaries(cu_seqlens)
-        cu = _flat_host_rows(rows, batch, num_tokens) if boundaries is None else flat_tensor_rows(boundaries, num_tokens)
+        cu = (
+            _flat_host_rows(rows, batch, num_tokens)
+            if boundaries is None
+            else flat_tensor_rows(boundaries.reshape((batch, -1)), num_tokens)
+        )
         flat = (1, batch * num_tokens)
         out, final_state = self._local(
             query.reshape(flat + query.shape[2:]), key.reshape(flat + key.shape[2:]), value.reshape(flat + value.shape[2:]),

@@ -91,3 +91,17 @@ def test_starting_decays_are_slow_in_both_gates():
         decay = -5.0 / (1 + np.exp(-np.exp(a_log) * dt_bias)) if safe else -np.exp(a_log) * np.log1p(np.exp(dt_bias))
         assert np.all(decay < 0) and np.all(decay > -1.7)
         assert np.all(np.abs(decay) >= 0.9e-3)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_one_rank_takes_boundaries_in_every_form(batch, jit):
+    """One list or one row of a Tensor for a batch of one, one a row for more: the same bits, in PyNative and compiled."""
+    layer = KdaAttention(KdaAttentionConfig(hidden_size=8, num_heads=1, head_dim=4))
+    x = Tensor(np.random.default_rng(0).standard_normal((batch, 12, 8)).astype(np.float32))
+    rows = [[0, 5, 12, 12], [0, 12, 12, 12]][:batch]
+    run = ms.jit(layer.construct) if jit else layer
+    want = np.concatenate([layer(x[b : b + 1], rows[b]).asnumpy() for b in range(batch)])
+    np.testing.assert_allclose(run(x, Tensor(np.array(rows, np.int32))).asnumpy(), want, rtol=1e-6, atol=1e-7)
+    if batch == 1:
+        np.testing.assert_allclose(run(x, Tensor(np.array(rows[0], np.int32))).asnumpy(), want, rtol=1e-6, atol=1e-7)
