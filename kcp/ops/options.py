@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.ops import constexpr
 
-from kcp.ops.layouts import LAYOUTS, is_packed_layout
+from kcp.ops.layouts import LAYOUTS
 
 CHUNK_SIZES = (16, 32, 64)
 MAX_WIDTH = 256
@@ -227,4 +227,4 @@ def refuse_boundaries(cu_seqlens):
     raise TypeError(f"cu_seqlens is of type {type(cu_seqlens).__name__}; allowed: host integers (list, tuple), an int32 Tensor, or None")
 
 
-__all__ = ["KdaOptions", "check_cu_seqlens", "check_inputs", "check_tensor", "describe", "is_packed_layout"]
+__all__ = ["KdaOptions", "check_cu_seqlens", "check_inputs", "check_tensor", "describe"]
