@@ -22,6 +22,7 @@ import yaml
 from kcp import config_checks
 from kcp.config_checks import LOADER
 from kcp.config_fields import Problems, Section, nearest, show
+from kcp.config_run import CheckpointOptions, EvaluationOptions, HealthOptions, callback_options, evaluation_options
 
 STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid", "auto")
 MLA_STRATEGIES = ("none", "ulysses", "latent_gather")
@@ -38,7 +39,7 @@ _TOP_LEVEL = (
     "profile_rank_ids profile_pipeline profile_level layer_scale lr_scale_factor trainer runner_config optimizer "
     "lr_schedule train_dataset train_dataset_task eval_dataset eval_dataset_task context parallel_config parallel "
     "recompute_config swap_config moe_config model callbacks eval_callbacks runner_wrapper metric monitor_config "
-    "processor checkpoint"
+    "processor checkpoint tensorboard"
 ).split()
 _PARALLEL_CONFIG = (
     "data_parallel model_parallel context_parallel expert_parallel pipeline_stage micro_batch_num seq_split_num "
@@ -163,6 +164,9 @@ class RunConfig:
     parallel: ParallelOptions
     data: DataOptions
     training: TrainingOptions
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    health: HealthOptions = HealthOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
     raw: Mapping[str, Any] = field(repr=False, default_factory=dict)
 
     @property
@@ -192,12 +196,16 @@ def load_run_config(path: str | Path, world_size: int | None = None) -> RunConfi
     path = Path(path)
     problems = Problems()
     top = Section(read_yaml(path), "", problems)
+    checkpoint, health = callback_options(top)
     run = RunConfig(
         path=path,
         model=model_options(top.section("model").section("model_config")),
         parallel=_parallel(top.section("parallel_config")),
         data=_data(top),
         training=_training(top),
+        checkpoint=checkpoint,
+        health=health,
+        evaluation=evaluation_options(top),
         raw=top.raw,
     )
     for key in top.raw:

@@ -177,9 +177,6 @@ def _check_data(run: RunConfig, top: Section, problems: Problems) -> None:
 
 def _check_device(run: RunConfig, top: Section, problems: Problems) -> None:
     training, model = run.training, run.model
-    if training.gradient_accumulation_steps != 1:
-        allowed = "1 is needed: MindFormers honours it in semi-auto mode only; raise batch_size or data_parallel"
-        problems.add("runner_config.gradient_accumulation_steps", training.gradient_accumulation_steps, allowed)
     if training.parallel_mode != 0:
         given = top.section("parallel").anything("parallel_mode", "(not given, MindFormers takes 1)")
         problems.add("parallel.parallel_mode", given, "0 is needed: kcp slices samples and reduces gradients")

@@ -22,11 +22,12 @@ class KcpTextDataset:
         seq_length: T, tokens of a whole sample (a rank takes its slice in the model).
         context_parallel: ranks that read the same sample. Ranks r with equal r // context_parallel are one group.
         seed, shuffle, num_samples, max_documents: see `PackedSamples`.
+        position: epoch and sample that come first, given by kcp when a run is resumed.
         column_names: the columns, given by MindFormers from `input_columns`.
         num_shards: number of workers, given by MindFormers; None is 1.
         shard_id: rank, given by MindFormers; None is 0.
-        python_multiprocessing, num_parallel_workers, batch_size: given by MindFormers; without effect, one thread reads
-            the samples in order.
+        batch_size: samples of a step on a replica, given by MindFormers.
+        python_multiprocessing, num_parallel_workers: given by MindFormers; without effect, one thread reads the samples in order.
 
     Returns:
         A MindSpore dataset of single samples: input_ids int32 [T], labels int32 [T] (shifted, -100 on padding),
@@ -45,6 +46,7 @@ class KcpTextDataset:
         shuffle: bool = True,
         num_samples: int = 0,
         max_documents: int = 64,
+        position: Sequence[int] = (0, 0),
         column_names: Sequence[str] = COLUMNS,
         num_shards: int | None = None,
         shard_id: int | None = None,
@@ -66,5 +68,13 @@ class KcpTextDataset:
             shuffle=shuffle,
             num_samples=num_samples,
         )
-        view = EpochView(samples, workers // context_parallel, rank // context_parallel)
+        identity = {"seq_length": seq_length, "seed": seed, "shuffle": shuffle, "num_samples": num_samples, "max_documents": max_documents}
+        view = EpochView(
+            samples,
+            workers // context_parallel,
+            rank // context_parallel,
+            batch_size,
+            (int(position[0]), int(position[1])),
+            identity | {"text": corpus.digest()},
+        )
         return ds.GeneratorDataset(view, list(COLUMNS), shuffle=False, num_parallel_workers=1, python_multiprocessing=False)

@@ -8,7 +8,8 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -158,30 +159,54 @@ class EpochView:
         samples: all samples.
         num_shards: data parallel replicas.
         shard_id: this replica; it reads samples shard_id, shard_id + num_shards, ... Every replica has equally many.
+        batch_size: samples of a step on a replica; what is left of an epoch after its last whole step is passed over.
+        position: where the first pass starts: an epoch, and a sample of it counted over all replicas.
+        identity: what decides the samples and their order, for who resumes.
 
     Raises:
-        ValueError: shard_id is not in 0..num_shards-1, or there are fewer samples than replicas.
+        ValueError: shard_id is not in 0..num_shards-1, there are fewer samples than replicas need for a step, or the position is
+            negative.
     """
 
-    def __init__(self, samples: PackedSamples, num_shards: int = 1, shard_id: int = 0) -> None:
+    def __init__(
+        self,
+        samples: PackedSamples,
+        num_shards: int = 1,
+        shard_id: int = 0,
+        batch_size: int = 1,
+        position: tuple[int, int] = (0, 0),
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
         if not 0 <= shard_id < num_shards:
             raise ValueError(f"shard_id = {shard_id}: 0 <= shard_id < num_shards = {num_shards} is needed")
-        if len(samples) < num_shards:
-            raise ValueError(f"num_samples = {len(samples)}: at least one for each of {num_shards} replicas is needed")
+        if len(samples) < num_shards * batch_size:
+            raise ValueError(f"num_samples = {len(samples)}: at least {batch_size} for each of {num_shards} replicas are needed")
+        if min(position) < 0:
+            raise ValueError(f"position = {position}: an epoch >= 0 and a sample >= 0 are needed")
         self.samples = samples
         self.num_shards = num_shards
         self.shard_id = shard_id
-        self.epoch = 0
+        self.batch_size = batch_size
+        self.length = len(samples) // num_shards // batch_size * batch_size
+        self.start = position[0] * self.length + position[1] // num_shards
+        self.identity = dict(identity or {})
+        self.passes = 0
         self._complete = False
 
     def __len__(self) -> int:
-        return len(self.samples) // self.num_shards
+        return self.length
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         index = int(index)
         if index == 0 and self._complete:
-            self.epoch += 1
+            self.passes += 1
             self._complete = False
-        if index == len(self) - 1:
+        if index == self.length - 1:
             self._complete = True
-        return self.samples.sample(self.epoch, index * self.num_shards + self.shard_id)
+        epoch, local = divmod(self.start + self.passes * self.length + index, self.length)
+        return self.samples.sample(epoch, local * self.num_shards + self.shard_id)
+
+    def position(self, steps: int) -> tuple[int, int]:
+        """Epoch, and sample over all replicas, that come next after ``steps`` steps of this view."""
+        epoch, local = divmod(self.start + steps * self.batch_size, self.length)
+        return epoch, local * self.num_shards
