@@ -148,6 +148,7 @@ class TrainingOptions:
     learning_rate: float = 1e-3
     sink_mode: bool = False
     parallel_mode: int = 0
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -359,6 +360,7 @@ def _training(top: Section) -> TrainingOptions:
         learning_rate=rates[1] if schedule.has("learning_rate") else rates[0],
         sink_mode=runner.boolean("sink_mode", True),
         parallel_mode=parallel.choice("parallel_mode", 1, (0, 1, 2, 3)),
+        recompute=top.section("recompute_config").boolean("recompute", False),
     )
     runner.refuse_unknown(_RUNNER_CONFIG)
     return options

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kcp.config_fields import Section, nearest
 
 CHECKPOINT, HEALTH, MONITOR = "KcpCheckpoint", "KcpHealth", "KcpMonitor"
+TRAINER = "KcpTrainer"
 OWN_CALLBACKS = (CHECKPOINT, HEALTH, MONITOR)
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import mindspore as ms
+from mindformers.utils.tensorboard import get_tensorboard_writer
 
 from kcp.digest import check_same_on_all_ranks, digests
 
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss.png"
+_TAGS = {"grad_norm": "grad-norm", "lr": "learning-rate", "eval_loss": "eval-loss", "eval_perplexity": "eval-perplexity"}
 
 
 class DivergedError(RuntimeError):
@@ -38,6 +40,21 @@ def read_metrics(folder: Path, last_step: int) -> list[dict[str, Any]]:
     return records
 
 
+def write_scalars(writer: Any, record: Mapping[str, Any]) -> None:
+    """A step's record for TensorBoard, with MindFormers' tags where it has some; ``writer`` is MindFormers' own, None without one."""
+    if writer is None:
+        return
+
+    def visit(prefix: str, values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                visit(f"{prefix}{key}/", value)
+            elif key != "step" and value is not None:
+                writer.add_scalar(prefix + _TAGS.get(key, key), float(value), global_step=record["step"])
+
+    visit("", record)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file whole: a reader sees the old content or the new one."""
     temporary = path.with_name(f".{path.name}.new")
@@ -52,7 +69,10 @@ def _duration(seconds: float) -> str:
 
 
 class Gauge(Protocol):
-    """Something that is measured at an interval; called on every rank alike, after the step."""
+    """Something that is measured at an interval, on every rank alike."""
+
+    def begin(self, params: Any) -> None:
+        """Training begins; ``params`` as MindSpore hands them to callbacks."""
 
     def measure(self, step: int, params: Any) -> tuple[dict[str, Any], str]:
         """What this step adds to its record in ``metrics.jsonl``, and to its progress line; both empty when nothing is due."""
@@ -114,6 +134,8 @@ class KcpMonitor(ms.Callback):
         if self.world_size > 1:
             network = params.train_network
             check_same_on_all_ranks(digests(self.config, network.get_parameters()))
+        for gauge in self.gauges:
+            gauge.begin(params)
         self.total = params.epoch_num * params.batch_num
         if self.stop_step:
             self.total = min(self.total, self.stop_step)
@@ -187,6 +209,7 @@ class KcpMonitor(ms.Callback):
         }
         with (self.output_dir / METRICS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+        write_scalars(get_tensorboard_writer(), record)
         recent = self._steady_seconds[-20:] or [seconds]
         left = (self.total - self.step) * sum(recent) / len(recent)
         line = f"step {self.step}/{self.total}  loss {loss:.4f}  grad_norm {norm:.4f}  lr {learning_rate:.3g}"

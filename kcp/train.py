@@ -20,7 +20,7 @@ from typing import Any
 from kcp.checkpoint import FOLDER, Checkpoint, find_checkpoint, read_checkpoint, resume_place
 from kcp.config import ConfigError, RunConfig, load_run_config
 from kcp.config_checks import LOADER
-from kcp.config_run import OWN_CALLBACKS
+from kcp.config_run import OWN_CALLBACKS, TRAINER
 from kcp.data.text import DataError
 from kcp.hf.errors import CheckpointError
 from kcp.hf.tensors import StoredTensor
@@ -129,6 +129,7 @@ def _train(
     import kcp.data.loader  # noqa: F401  registers the dataset loader
     import kcp.models  # noqa: F401  registers the model and its configuration
     import kcp.train_step  # noqa: F401  registers the one-step wrapper
+    import kcp.trainer  # noqa: F401  registers the trainer
     from kcp.checkpoint_callbacks import CheckpointLoader, CheckpointWriter, WeightLoader
     from kcp.monitor import KcpMonitor
 
@@ -144,6 +145,7 @@ def _train(
         config={"file": shared, "mode": config.context.mode, "stop_step": stop_step},
         stop_step=stop_step,
         stream=progress,
+        gauges=gauges_of(run, config),
         resumed=None if checkpoint is None else {"step": checkpoint.step, **checkpoint.state["counters"]},
     )
     callbacks = [monitor, CheckpointWriter(folder / FOLDER, run.checkpoint, monitor, about(run), start_samples(run, checkpoint))]
@@ -153,6 +155,20 @@ def _train(
     if checkpoint is not None:
         callbacks.insert(0, CheckpointLoader(checkpoint, check_data=not run.raw.get("ignore_data_skip")))
     Trainer(args=config, callbacks=callbacks).train()
+
+
+def gauges_of(run: RunConfig, config: Any) -> list[Any]:
+    """What the run measures beside its loss."""
+    from mindformers.dataset import build_dataset
+
+    from kcp.gauges import Evaluation, Health
+
+    gauges: list[Any] = []
+    if run.evaluation.every_steps:
+        gauges.append(Evaluation(build_dataset(config.eval_dataset_task), run.evaluation.every_steps))
+    if run.health.every_steps:
+        gauges.append(Health(run.health.every_steps, run.training.gradient_accumulation_steps))
+    return gauges
 
 
 def samples_per_step(run: RunConfig) -> int:
@@ -195,10 +211,17 @@ def mindformers_config(
     loader.context_parallel = degree
     loader.seq_length = run.model.seq_length
     config.train_dataset_task.dataset_config = config.train_dataset
+    if run.evaluation.every_steps:
+        _evaluation_data(config, run)
     _continue_data(config, run, checkpoint)
+    config.trainer.type = TRAINER
+    # kcp evaluates itself: MindFormers' callback neither sums over ranks nor leaves the figure where the curve is.
+    config.do_eval = False
+    config.model.model_config.recompute = run.training.recompute
     if config.runner_wrapper is None:
         config.runner_wrapper = MindFormerConfig(type="KcpTrainOneStepCell")
     # MindFormers accumulates gradients in its semi-auto mode only; kcp's step cell splits the batch itself.
+    config.runner_wrapper.setdefault("scale_sense", 1.0)
     config.runner_wrapper.accumulation_steps = run.training.gradient_accumulation_steps
     config.runner_config.batch_size = run.training.batch_size * run.training.gradient_accumulation_steps
     config.runner_config.gradient_accumulation_steps = 1
@@ -217,6 +240,25 @@ def mindformers_config(
         if schedule is not None and schedule.total_steps in (None, -1):
             schedule.total_steps = stop_step
     return config
+
+
+def _evaluation_data(config: Any, run: RunConfig) -> None:
+    """Complete ``eval_dataset``: what it does not say is as in ``train_dataset``, and every pass gives the same samples."""
+    from mindformers.tools.register import MindFormerConfig
+
+    train, evaluate = config.train_dataset, config.eval_dataset
+    for key in ("input_columns", "num_parallel_workers", "drop_remainder"):
+        if evaluate.get(key) is None:
+            evaluate[key] = train.get(key)
+    evaluate.batch_size = run.training.batch_size
+    loader = evaluate.data_loader
+    loader.context_parallel = run.parallel.context_parallel
+    loader.seq_length = run.model.seq_length
+    if loader.type == LOADER:
+        loader.hold = True
+    task = config.eval_dataset_task or MindFormerConfig(type=config.train_dataset_task.type)
+    task.dataset_config = evaluate
+    config.eval_dataset_task = task
 
 
 def _continue_data(config: Any, run: RunConfig, checkpoint: Checkpoint | None) -> None:

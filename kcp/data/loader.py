@@ -23,6 +23,7 @@ class KcpTextDataset:
         context_parallel: ranks that read the same sample. Ranks r with equal r // context_parallel are one group.
         seed, shuffle, num_samples, max_documents: see `PackedSamples`.
         position: epoch and sample that come first, given by kcp when a run is resumed.
+        hold: every pass gives the same samples, given by kcp for an evaluation.
         column_names: the columns, given by MindFormers from `input_columns`.
         num_shards: number of workers, given by MindFormers; None is 1.
         shard_id: rank, given by MindFormers; None is 0.
@@ -47,6 +48,7 @@ class KcpTextDataset:
         num_samples: int = 0,
         max_documents: int = 64,
         position: Sequence[int] = (0, 0),
+        hold: bool = False,
         column_names: Sequence[str] = COLUMNS,
         num_shards: int | None = None,
         shard_id: int | None = None,
@@ -75,6 +77,7 @@ class KcpTextDataset:
             rank // context_parallel,
             batch_size,
             (int(position[0]), int(position[1])),
+            hold,
             identity | {"text": corpus.digest()},
         )
         return ds.GeneratorDataset(view, list(COLUMNS), shuffle=False, num_parallel_workers=1, python_multiprocessing=False)

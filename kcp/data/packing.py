@@ -161,6 +161,7 @@ class EpochView:
         shard_id: this replica; it reads samples shard_id, shard_id + num_shards, ... Every replica has equally many.
         batch_size: samples of a step on a replica; what is left of an epoch after its last whole step is passed over.
         position: where the first pass starts: an epoch, and a sample of it counted over all replicas.
+        hold: every pass reads the first one's samples, for an evaluation.
         identity: what decides the samples and their order, for who resumes.
 
     Raises:
@@ -175,6 +176,7 @@ class EpochView:
         shard_id: int = 0,
         batch_size: int = 1,
         position: tuple[int, int] = (0, 0),
+        hold: bool = False,
         identity: Mapping[str, Any] | None = None,
     ) -> None:
         if not 0 <= shard_id < num_shards:
@@ -189,6 +191,7 @@ class EpochView:
         self.batch_size = batch_size
         self.length = len(samples) // num_shards // batch_size * batch_size
         self.start = position[0] * self.length + position[1] // num_shards
+        self.hold = hold
         self.identity = dict(identity or {})
         self.passes = 0
         self._complete = False
@@ -202,7 +205,7 @@ class EpochView:
             self.passes += 1
             self._complete = False
         if index == self.length - 1:
-            self._complete = True
+            self._complete = not self.hold
         epoch, local = divmod(self.start + self.passes * self.length + index, self.length)
         return self.samples.sample(epoch, local * self.num_shards + self.shard_id)
 

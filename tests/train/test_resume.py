@@ -4,46 +4,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-import yaml
-from _msrun import REPO
-from _runs import read_metrics, write_config
+from _runs import begin, finish, prepare, read_metrics
 
 SHORT, LONG = {"steps": 20, "every": 5, "kill": 13}, {"steps": 200, "every": 50, "kill": 120}
 
 
-def prepare(folder: Path, every: int, cp: int = 1, **options) -> Path:
-    """A run on this repository's documents, 12 samples an epoch, that writes checkpoints."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = write_config(folder, cp=cp, strategy="state_scan" if cp > 1 else "none", layers=2, **options)
-    run = yaml.safe_load(path.read_text())
-    loader = {"type": "KcpTextDataset", "dataset_dir": str(REPO / "docs"), "num_samples": 13, "max_documents": 4}
-    run["train_dataset"]["data_loader"] = loader
-    run["train_dataset_task"]["dataset_config"] = run["train_dataset"]
-    run["callbacks"] = [{"type": "KcpCheckpoint", "save_steps": every, "keep_last": 2}]
-    path.write_text(yaml.safe_dump(run))
-    return path
-
-
-def begin(path: Path, steps: int, *arguments: str) -> subprocess.Popen:
-    """Start ``kcp train`` on a prepared run."""
-    command = [sys.executable, "-m", "kcp.cli", "train", str(path), "--steps", str(steps), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    return subprocess.Popen(command, env=environment, cwd=path.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen, code: int = 0) -> str:
-    """Wait for the end; what was said on stderr."""
-    try:
-        _, said = process.communicate(timeout=800)
-    finally:
-        process.kill()
-    assert process.returncode == code, said
-    return said
+def with_checkpoints(folder: Path, every: int, cp: int = 1) -> Path:
+    """A run of two layers that keeps its last two checkpoints."""
+    return prepare(folder, cp=cp, layers=2, callbacks=[{"type": "KcpCheckpoint", "save_steps": every, "keep_last": 2}])
 
 
 def kill_worker(folder: Path, process: subprocess.Popen, step: int, rank: int = 0) -> None:
@@ -62,7 +34,7 @@ def losses(folder: Path) -> list[float]:
 
 def interrupted(folder: Path, plan: dict, cp: int = 1) -> list[float]:
     """Losses of a run whose last rank is killed and that its launcher restarts."""
-    path = prepare(folder, plan["every"], cp)
+    path = with_checkpoints(folder, plan["every"], cp)
     process = begin(path, plan["steps"], "--restarts", 1)
     kill_worker(folder, process, plan["kill"], cp - 1)
     said = finish(process)
@@ -76,13 +48,13 @@ def interrupted(folder: Path, plan: dict, cp: int = 1) -> list[float]:
 
 def whole(folder: Path, plan: dict, cp: int = 1) -> list[float]:
     """Losses of a run that nothing interrupts."""
-    finish(begin(prepare(folder, plan["every"], cp), plan["steps"]))
+    finish(begin(with_checkpoints(folder, plan["every"], cp), plan["steps"]))
     return losses(folder)
 
 
 def resumed_elsewhere(folder: Path, plan: dict, source: Path) -> list[float]:
     """Losses on one device after a checkpoint of two."""
-    path = prepare(folder, plan["every"])
+    path = with_checkpoints(folder, plan["every"])
     finish(begin(path, plan["steps"], "--resume", source))
     return [record["loss"] for record in read_metrics(folder)]
 
