@@ -170,6 +170,8 @@ def _check_data(run: RunConfig, top: Section, problems: Problems) -> None:
     if run.model.vocab_size < BYTE_VOCABULARY:
         allowed = f"the byte tokenizer needs at least {BYTE_VOCABULARY} (256 bytes, pad, bos, eos)"
         problems.add("model.model_config.vocab_size", run.model.vocab_size, allowed)
+    if not dataset.boolean("drop_remainder", True):
+        problems.add("train_dataset.drop_remainder", False, "True is needed: every step has as many samples, so that a run can be resumed")
     columns = dataset.anything("input_columns", list(COLUMNS))
     if not isinstance(columns, list) or columns != list(COLUMNS):
         problems.add("train_dataset.input_columns", columns, f"[{', '.join(COLUMNS)}] is needed")

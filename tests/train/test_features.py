@@ -8,13 +8,16 @@ import pytest
 from _msrun import REPO
 from _runs import begin, finish, prepare, read_metrics
 
-STEPS = 6
+STEPS, RATE, END, WARM = 6, 3e-3, 3e-4, 2
 EVALUATION = {
     "do_eval": True,
     "eval_step_interval": 3,
     "eval_dataset": {
         "data_loader": {"type": "KcpTextDataset", "dataset_dir": str(REPO / "README.md"), "num_samples": 8, "max_documents": 4}
     },
+}
+SCHEDULE = {
+    "lr_schedule": {"type": "CosineWithWarmUpLR", "learning_rate": RATE, "lr_end": END, "warmup_steps": WARM, "total_steps": -1},
 }
 HEALTH = [{"type": "KcpHealth", "every_steps": 2}]
 MEANS = ("log_decay_mean", "log_decay_min", "log_decay_max", "beta_mean", "output_gate_mean")
@@ -29,14 +32,14 @@ def train(folder: Path, **options) -> list[dict]:
 def plain(tmp_path_factory) -> Path:
     """One process, the batch at once, every activation kept."""
     folder = tmp_path_factory.mktemp("plain")
-    changes = {**EVALUATION, "tensorboard": {"tensorboard_dir": str(folder / "board")}}
+    changes = {**EVALUATION, **SCHEDULE, "tensorboard": {"tensorboard_dir": str(folder / "board")}}
     train(folder, batch_size=4, changes=changes)
     return folder
 
 
 @pytest.mark.ci
 def test_accumulated_and_recomputed_on_two_ranks_equals_one_batch_on_one(plain, tmp_path):
-    changes = {**EVALUATION, "runner_config.gradient_accumulation_steps": 2, "recompute_config.recompute": True}
+    changes = {**EVALUATION, **SCHEDULE, "runner_config.gradient_accumulation_steps": 2, "recompute_config.recompute": True}
     one, two = read_metrics(plain), train(tmp_path, cp=2, batch_size=2, changes=changes)
     assert len(one) == len(two) == STEPS
     for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("lr", 1e-6)):
@@ -63,6 +66,13 @@ def test_figures_of_a_run(plain):
             assert figures["state_norm"] > 0.0 and 0.0 <= figures["vanished_heads"] <= 1.0
     evaluations = [record["eval_loss"] for record in records if "eval_loss" in record]
     assert len(evaluations) == 2 and evaluations[1] < evaluations[0] < math.log(259) + 0.1
+
+
+@pytest.mark.ci
+def test_learning_rate_warms_up_and_follows_half_a_cosine(plain):
+    want = [RATE * step / WARM for step in range(WARM)]
+    want += [END + (RATE - END) * 0.5 * (1 + math.cos(math.pi * step / (STEPS - WARM))) for step in range(STEPS - WARM)]
+    assert [record["lr"] for record in read_metrics(plain)] == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.ci

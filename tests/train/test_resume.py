@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from _runs import begin, finish, prepare, read_metrics
 
-SHORT, LONG = {"steps": 20, "every": 5, "kill": 13}, {"steps": 200, "every": 50, "kill": 120}
+SHORT = {"steps": 20, "every": 5, "kill": 13, "mode": "pynative"}
+LONG = {"steps": 200, "every": 50, "kill": 120, "mode": "graph"}
 
 
 def with_checkpoints(folder: Path, every: int, cp: int = 1) -> Path:
@@ -35,7 +36,7 @@ def losses(folder: Path) -> list[float]:
 def interrupted(folder: Path, plan: dict, cp: int = 1) -> list[float]:
     """Losses of a run whose last rank is killed and that its launcher restarts."""
     path = with_checkpoints(folder, plan["every"], cp)
-    process = begin(path, plan["steps"], "--restarts", 1)
+    process = begin(path, plan["steps"], "--mode", plan["mode"], "--restarts", 1)
     kill_worker(folder, process, plan["kill"], cp - 1)
     said = finish(process)
     last = plan["kill"] // plan["every"] * plan["every"]
@@ -48,14 +49,14 @@ def interrupted(folder: Path, plan: dict, cp: int = 1) -> list[float]:
 
 def whole(folder: Path, plan: dict, cp: int = 1) -> list[float]:
     """Losses of a run that nothing interrupts."""
-    finish(begin(with_checkpoints(folder, plan["every"], cp), plan["steps"]))
+    finish(begin(with_checkpoints(folder, plan["every"], cp), plan["steps"], "--mode", plan["mode"]))
     return losses(folder)
 
 
 def resumed_elsewhere(folder: Path, plan: dict, source: Path) -> list[float]:
     """Losses on one device after a checkpoint of two."""
     path = with_checkpoints(folder, plan["every"])
-    finish(begin(path, plan["steps"], "--resume", source))
+    finish(begin(path, plan["steps"], "--mode", plan["mode"], "--resume", source))
     return [record["loss"] for record in read_metrics(folder)]
 
 
