@@ -19,7 +19,7 @@ from typing import Any
 
 from kcp.checkpoint import FOLDER, Checkpoint, find_checkpoint, read_checkpoint, resume_place
 from kcp.config import ConfigError, RunConfig, load_run_config
-from kcp.config_checks import LOADER
+from kcp.config_checks import LOADER, OWN_LOADERS
 from kcp.config_run import OWN_CALLBACKS, TRAINER
 from kcp.data.text import DataError
 from kcp.hf.errors import CheckpointError
@@ -126,7 +126,8 @@ def _train(
     from mindformers.core.context import build_context
     from mindspore.communication import GlobalComm, get_rank
 
-    import kcp.data.loader  # noqa: F401  registers the dataset loader
+    import kcp.data.loader  # noqa: F401  registers the dataset loaders
+    import kcp.data.mindformers_sets  # noqa: F401
     import kcp.models  # noqa: F401  registers the model and its configuration
     import kcp.train_step  # noqa: F401  registers the one-step wrapper
     import kcp.trainer  # noqa: F401  registers the trainer
@@ -210,6 +211,8 @@ def mindformers_config(
     loader = config.train_dataset.data_loader
     loader.context_parallel = degree
     loader.seq_length = run.model.seq_length
+    if run.data.loader == LOADER:
+        loader.vocab_size = run.model.vocab_size
     config.train_dataset_task.dataset_config = config.train_dataset
     if run.evaluation.every_steps:
         _evaluation_data(config, run)
@@ -254,7 +257,7 @@ def _evaluation_data(config: Any, run: RunConfig) -> None:
     loader = evaluate.data_loader
     loader.context_parallel = run.parallel.context_parallel
     loader.seq_length = run.model.seq_length
-    if loader.type == LOADER:
+    if loader.type in OWN_LOADERS:
         loader.hold = True
     task = config.eval_dataset_task or MindFormerConfig(type=config.train_dataset_task.type)
     task.dataset_config = evaluate
@@ -270,7 +273,7 @@ def _continue_data(config: Any, run: RunConfig, checkpoint: Checkpoint | None) -
     position = checkpoint.state["data"]["position"]
     if run.raw.get("ignore_data_skip"):
         return
-    if position is not None and run.data.loader == LOADER:
+    if position is not None and run.data.loader in OWN_LOADERS:
         config.train_dataset.data_loader.position = list(position)
     else:
         config.data_skip_steps = checkpoint.state["samples"] // samples_per_step(run)

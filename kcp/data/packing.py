@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kcp.data.tokenizer import ByteTokenizer
+from kcp.data.tokenizer import ByteTokenizer, FileTokenizer
 
 IGNORED_LABEL = -100
 
@@ -33,6 +33,7 @@ class PackedSamples:
         shuffle: whether documents are shuffled, anew for every epoch.
         num_samples: samples of an epoch; 0 takes the text once. More than the text gives go on with another pass over
             it, shuffled again.
+        tokenizer: None: one token a byte; else all documents are tokenized at once, and kept as 4 bytes a token.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -47,6 +48,7 @@ class PackedSamples:
         seed: int = 0,
         shuffle: bool = True,
         num_samples: int = 0,
+        tokenizer: FileTokenizer | None = None,
     ) -> None:
         for name, value, least in (
             ("seq_length", seq_length, 1),
@@ -63,7 +65,11 @@ class PackedSamples:
         self.max_documents = max_documents
         self.seed = seed
         self.shuffle = shuffle
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer = tokenizer or ByteTokenizer()
+        self.encoded = None if tokenizer is None else [tokens for d in documents if len(tokens := tokenizer.encode(d)) > 1]
+        self.sizes = [len(d) + 2 for d in documents] if self.encoded is None else [len(tokens) for tokens in self.encoded]
+        if not self.sizes:
+            raise ValueError("documents have fewer than two tokens each: nothing can be predicted")
         self._plan_epoch = -1
         self._plan: list[list[Piece]] = []
         # With max_documents the order decides how many samples one pass fills; epoch 0 decides for every epoch.
@@ -106,7 +112,9 @@ class PackedSamples:
         return input_ids, labels, loss_mask, cu_seqlens
 
     def _tokens(self, document: int, begin: int, end: int) -> np.ndarray:
-        """Tokens begin..end-1 of a document: token 0 is bos, token i byte i - 1, the last one eos."""
+        """Tokens begin..end-1 of a document: of bytes, token 0 is bos, token i byte i - 1, the last one eos."""
+        if self.encoded is not None:
+            return self.encoded[document][begin:end]
         data = self.documents[document]
         tokens = self.tokenizer.encode(data[max(begin - 1, 0) : end - 1], add_special_tokens=False)
         head = [self.tokenizer.bos_token_id] if begin == 0 else []
@@ -114,7 +122,7 @@ class PackedSamples:
         return np.concatenate((head, tokens, tail)).astype(np.int32)
 
     def _order(self, epoch: int, turn: int) -> np.ndarray:
-        count = len(self.documents)
+        count = len(self.sizes)
         if not self.shuffle:
             return np.arange(count)
         return np.random.default_rng([self.seed, epoch, turn]).permutation(count)
@@ -131,7 +139,7 @@ class PackedSamples:
         room, turn = self.seq_length, 0
         while turn == 0 or len(samples) < limit:
             for document in self._order(epoch, turn).tolist():
-                begin, last = 0, len(self.documents[document]) + 1
+                begin, last = 0, self.sizes[document] - 1
                 while begin < last:
                     end = min(last, begin + room)
                     current.append((document, begin, end))
