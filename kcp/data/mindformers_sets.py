@@ -152,8 +152,8 @@ class KcpMegatronDataset:
 class KcpHuggingFaceDataset:
     """A Hugging Face dataset, loaded and processed by MindFormers' ``HFDataLoader``.
 
-    Rows need ``input_ids`` and ``labels`` of seq_length tokens, labels shifted already; ``loss_mask`` and ``actual_seq_len`` (ends of packed
-    documents, as MindFormers' PackingHandler writes them) are used where they are.
+    Rows need ``input_ids`` and ``labels`` of seq_length tokens, labels shifted already; ``loss_mask`` and ``actual_seq_len`` (ends of
+    packed documents, as MindFormers' PackingHandler writes them) are used where they are.
 
     Args:
         load: arguments of ``datasets.load_dataset``, or of the function that ``load_func`` names.
