@@ -182,7 +182,8 @@ class KimiLinearForCausalLM(PreTrainedModel):
         The trainer adds both over all ranks; their quotient is the loss.
 
     Raises:
-        ValueError: The number of launched ranks is not a multiple of ``config.context_parallel_size``.
+        ValueError: The number of launched ranks is not a multiple of ``config.context_parallel_size``, or the device lacks the kernels
+            of ``config.compute_dtype``.
     """
 
     config_class = KimiLinearConfig
@@ -192,6 +193,9 @@ class KimiLinearForCausalLM(PreTrainedModel):
 
     def __init__(self, config: KimiLinearConfig, group: CpGroup | None = None):
         super().__init__(config)
+        if config.compute_dtype != "float32" and ms.get_context("device_target") == "CPU":
+            reason = "float32 is needed on the CPU, where most of MindSpore's kernels have no 16-bit version (the KDA op itself has)"
+            raise ValueError(f"compute_dtype: {config.compute_dtype!r} is not supported; {reason}")
         self.group = context_parallel_group(config.context_parallel_size) if group is None else group
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
