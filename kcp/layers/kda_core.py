@@ -216,6 +216,7 @@ class KdaCore(nn.Cell):
         self.group = group
         self.group_parts = split_for(config, group)
         self.distributed = group.size > 1
+        self.dense_cell = (None, None)
         self.number = next(_numbers)
         _cores[self.number] = self
 
@@ -291,7 +292,12 @@ class KdaCore(nn.Cell):
         ``rows``: host boundaries, one tuple of integers for B = 1 or one a row; ``boundaries``: ``(shape, dtype)`` of a boundary Tensor;
         ``compiled``: the cell becomes part of a graph.
         """
-        return StrategyCell(self._strategy(tensors, rows, boundaries, compiled), output_final_state)
+        if rows is not None or boundaries is not None or compiled:
+            return StrategyCell(self._strategy(tensors, rows, boundaries, compiled), output_final_state)
+        key = (tensors, output_final_state, backends.select("chunk_kda"))
+        if self.dense_cell[0] != key:  # one step's shapes are mostly the last one's
+            self.dense_cell = key, StrategyCell(self._strategy(tensors, None, None, False), output_final_state)
+        return self.dense_cell[1]
 
     def _strategy(self, tensors, rows, boundaries, compiled):
         c, group = self.config, self.group

@@ -32,6 +32,7 @@ class Collectives:
         self.world_ranks = tuple(range(size) if world_ranks is None else world_ranks)
         self.has_all_to_all = ms.get_context("device_target") != "CPU"
         self.gathered = size - 1  # payloads that an all-gather moves to a rank
+        self.number = Tensor([rank], ms.int32)
         if group is None:
             self._gather, self._reduce = ops.AllGather(), ops.AllReduce()
         else:
@@ -69,7 +70,10 @@ class Collectives:
         traffic.count(traffic.probe, purpose, x.shape[1:], x.dtype, self.size - 1, moved, self.gathers_wide(x.dtype))
         if self.has_all_to_all:
             return self._exchange(x)
-        return self._gather_all(x)[:, self.rank]
+        everything = self._gather_all(x)
+        if x.dtype == ms.bfloat16:  # which gathers of the CPU don't know
+            return everything[:, self.rank]
+        return ops.gather(everything, self.number, 1).reshape(x.shape)
 
     def has_point_to_point(self, compiled: bool) -> bool:
         """Whether ``send`` and ``recv`` can be used: in PyNative, not in code that is ``compiled`` to a graph."""
