@@ -12,7 +12,7 @@ starts until the last one is done; the speedup is one rank's time over that. Eve
 one rank's in the same processes.
 
 The plan (kcp.parallel.plan) is fed with this machine's numbers, measured apart from the strategies: FLOP/s from the ceiling runs, latency
-and bandwidth from all-gathers of 4 bytes and of 8 MB.
+and bandwidth from all-gathers of 4 bytes and of a tensor as large as a rank's queries.
 
 Gates, for 2 ranks and 8 heads (--no-gates leaves them out):
 
@@ -185,7 +185,7 @@ def work(args):
     jobs = Jobs(args)
     rank, ranks = jobs.group.rank, jobs.group.size
     record = {"rank": rank, "refused": jobs.refused, "errors": jobs.errors(), "times": {name: [] for name in jobs.jobs}}
-    small, large = 1, 2**21
+    small, large = 1, args.tokens // ranks * args.heads * args.width
     record["exchange"] = [jobs.exchange_seconds(small), jobs.exchange_seconds(large), 4 * large * (ranks - 1)]
     for i in range(args.warm_up + args.rounds):
         order = list(jobs.jobs)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import mindspore as ms
-from mindspore import Tensor
 
 from kcp.parallel.collectives import Collectives, SingleRank
 from kcp.parallel.traffic import Traffic
@@ -42,7 +41,6 @@ class CpGroup:
         self.slice_lengths = slice_lengths
         self.longest_slice = max(slice_lengths) if slice_lengths else 0
         self.collectives = collectives
-        self._numbers = tuple(Tensor([r], ms.int32) for r in range(size))
 
     @property
     def traffic(self) -> Traffic:
@@ -62,10 +60,6 @@ class CpGroup:
         if not GlobalComm.INITED:
             return CpGroup(0, 1, slice_lengths)
         return CpGroup(get_rank(), get_group_size(), slice_lengths)
-
-    def rank_number(self, rank: int) -> Tensor:
-        """``[1]`` int32, for gathers."""
-        return self._numbers[rank]
 
     def lengths(self, local_tokens: int) -> tuple:
         """Tokens of every rank's slice, given this rank's."""

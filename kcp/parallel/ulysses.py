@@ -23,12 +23,7 @@ def sequence_to_heads(x: Tensor, group) -> Tensor:
     shape = x.shape
     share = (shape[2] // group.size,) + shape[3:]
     x = x.reshape((shape[0], longest, group.size) + share)
-    pieces = []
-    for r in range(group.size):
-        # a gather copies whole rows; on the CPU a slice or a transpose goes number by number, but knows bfloat16
-        piece = x[:, :, r] if x.dtype == ms.bfloat16 else ops.gather(x, group.rank_number(r), 2)
-        pieces.append(piece.reshape((1, shape[0], longest) + share))
-    received = group.collectives.all_to_all(ops.concat(tuple(pieces), 0), HEADS)
+    received = group.collectives.all_to_all(x, HEADS, 2)
     if shape[0] == 1 and group.slice_lengths is None:
         return received.reshape((1, group.size * longest) + share)
     parts = []
@@ -40,9 +35,9 @@ def sequence_to_heads(x: Tensor, group) -> Tensor:
 def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
     """``[B, T, H / W, D] -> [B, T_local, H, D]`` (D may be absent)."""
     if x.shape[0] == 1 and group.slice_lengths is None:
-        received = group.collectives.all_to_all(x.reshape((group.size, 1, local_tokens) + x.shape[2:]), HEADS)
+        received = group.collectives.all_to_all(x.reshape((1, group.size, local_tokens) + x.shape[2:]), HEADS, 1)
     else:
-        received = group.collectives.all_to_all(_by_rank(x, group, local_tokens), HEADS)
+        received = group.collectives.all_to_all(_by_rank(x, group, local_tokens), HEADS, 0)
     heads = []
     for r in range(group.size):
         heads.append(received[r][:, :local_tokens])
