@@ -160,9 +160,13 @@ class Watch:
             return ending.peer_symptom or by_msrun or ending.code == -signal.SIGTERM
 
         if self.stopped and bad and all(consequence(ending) for ending in bad):
-            rank = min(self.stopped)
-            return Ending(rank, limit, -signal.SIGSTOP, pid=self.pids[rank])
+            return self.stopped_worker(limit)
         return min(bad + quiet, key=lambda ending: (consequence(ending), ending.time), default=None)
+
+    def stopped_worker(self, noticed_at: float) -> Ending | None:
+        """The first worker that a signal has stopped, as the cause of what was noticed then; None when none is."""
+        rank = min(self.stopped, default=None)
+        return None if rank is None else Ending(rank, noticed_at, -signal.SIGSTOP, pid=self.pids[rank])
 
     def unanswered(self, first: Ending) -> tuple[int, ...]:
         """Ranks that were still at work when the first failure came."""

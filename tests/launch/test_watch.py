@@ -193,3 +193,14 @@ def test_scheduler_that_can_not_start_ends_the_attempt(tmp_path, log, taken):
     write_record(tmp_path / "status", SCHEDULER, {"rank": 0, "pid": 1, "state": "failed", "time": time.time(), "error": "x", "code": 1})
     (tmp_path / "scheduler.log").write_text(f"[ERROR] {log}\n")
     assert run._scheduler_failed() and run._port_taken() is taken
+
+
+@pytest.mark.parametrize(("stopped", "said"), [({1}, "worker 1 (pid 7) was stopped (SIGSTOP)"), (set(), "the scheduler lost a worker")])
+def test_a_scheduler_that_misses_a_heartbeat_names_the_worker_that_is_stopped(tmp_path, capsys, stopped, said):
+    run = _Run(["job.py"], LaunchOptions(2, tmp_path))
+    (tmp_path / "status").mkdir()
+    error = "RuntimeError: The total number of timed out node is 1."
+    write_record(tmp_path / "status", SCHEDULER, {"rank": 0, "pid": 1, "state": "failed", "time": time.time(), "error": error, "code": 1})
+    run.started, run.watch = time.time(), watch_of(ranks=range(2))
+    run.watch.stopped, run.watch.pids = stopped, {0: 6, 1: 7}
+    assert run._verdict(1) == 1 and said in capsys.readouterr().err
