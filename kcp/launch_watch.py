@@ -184,7 +184,10 @@ class Watch:
         if fields is None:
             return False, None
         if fields[0] not in ("Z", "X"):
-            (self.stopped.add if fields[0] == "T" else self.stopped.discard)(rank)
+            if fields[0] == "T":
+                self.stopped.add(rank)
+            elif not self.failed():  # after a failure, what was stopped no longer is because it is being killed
+                self.stopped.discard(rank)
             return True, None
         status = int(fields[-1])
         return False, -(status & 0x7F) if status & 0x7F else status >> 8
