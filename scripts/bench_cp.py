@@ -267,9 +267,10 @@ def evaluate(args, records):
         cost = plan.estimate(name, sizes, machine)
         error = [max(record["errors"][name][i] for record in records) for i in range(2)]
         rows.append({"strategy": name, "seconds": measured, "speedup": one / measured, "predicted": cost.seconds,
-                     "off": measured / cost.seconds - 1, "work": cost.work, "moved_bytes": cost.physical_bytes, "error": error})  # fmt: skip
+                     "off": measured / cost.seconds - 1, "work": cost.work, "moved_bytes": cost.physical_bytes,
+                     "error": error})  # fmt: skip
     ceiling = one / share
-    groups = head_groups(args.heads, args.groups)
+    groups = head_groups(args.heads, args.groups, args.ranks)
     return {
         "about": describe(args, records), "one_rank_seconds": one, "share_seconds": share, "ceiling": ceiling,
         "void": ceiling < CEILING * args.ranks, "latency": latency, "bandwidth": machine.bandwidth, "flops": flops, "groups": groups,

@@ -34,6 +34,8 @@ def test_bounds_of_the_design():
     assert _speedup("state_scan", _sizes(2)) == pytest.approx(3 * 2 / 4.55, rel=0.01)
     assert _speedup("ptp_chain", _sizes(2)) == pytest.approx(16 / 9)
     assert _speedup("ptp_chain", _sizes(8, 32, ptp_head_groups=32)) == pytest.approx(8 * 32 / 39)
+    assert _speedup("ptp_chain", _sizes(8, 32)) == pytest.approx(8 * 32 / 39)  # 56 groups would do, there are 32 heads
+    assert _speedup("ptp_chain", _sizes(2, 32)) == pytest.approx(16 / 9)
     assert _speedup("ulysses", _sizes(4)) == pytest.approx(4)
 
 
