@@ -56,13 +56,12 @@ def _windows(extended, taps, bias, into):
 
 
 class _Blocks(_Function):
-    """Halo, convolution and silu in PyNative, a block of tokens at a time: keeps the tokens with their halo alone."""
+    """The convolution and its silu in PyNative, a block of tokens at a time: keeps its inputs alone."""
 
     @staticmethod
-    def forward(ctx, x, taps, bias, into, block, halo):
-        extended = ops.concat((halo.forward(x), x), 1)
+    def forward(ctx, extended, taps, bias, into, block):
         ctx.save_for_backward(extended, taps)
-        ctx.bias, ctx.into, ctx.block, ctx.halo = bias, into, block, halo
+        ctx.bias, ctx.into, ctx.block = bias, into, block
         size, num_tokens = taps.shape[1], extended.shape[1] - taps.shape[1] + 1
         parts = []
         for i, j in _spans(num_tokens, block):
@@ -93,12 +92,7 @@ class _Blocks(_Function):
                 d_extended = d_extended[:, size - 1 :]
             parts.append(d_extended[:, : d_extended.shape[1] - size + 1])
             carry = d_extended[:, d_extended.shape[1] - size + 1 :]
-        tokens, tail = extended[:, size - 1 :], carry.shape[1]
-        if parts[0].shape[1] < tail or tokens.shape[1] < 2 * tail:
-            raise ValueError(f"blocks of {ctx.block} tokens are too short for {size} taps; allowed: at least {2 * size}")
-        d_halo, parts[0] = parts[0][:, :tail], parts[0][:, tail:]
-        dx = ops.concat((*parts, carry + ctx.halo.tail_gradient(tokens, d_halo)), 1)
-        return dx, d_taps, None if bias is None else d_bias, None, None, None
+        return ops.concat((*parts, carry), 1), d_taps, None if bias is None else d_bias, None, None
 
 
 def _spans(num_tokens, block):
@@ -137,15 +131,14 @@ class ShortConv(nn.Cell):
         x = ops.cast(x, ms.float32)
         taps = weight.reshape(weight.shape[0], self.size)
         if self.size > 1:
+            extended = ops.concat((self.halo(x), x), 1)
             into = None
             if cu_seqlens is not None:
                 lengths = self.group.lengths(num_tokens)
                 begin = sum(lengths[: self.group.rank])
                 into = tokens_into_document(begin, begin + num_tokens, cu_seqlens)
             if not in_graph() and num_tokens * x.shape[2] > self.block:
-                block = max(2 * self.size, self.block // x.shape[2])
-                return ops.cast(_Blocks.apply(x, taps, bias, into, block, self.halo), dtype)
-            extended = ops.concat((self.halo(x), x), 1)
+                return ops.cast(_Blocks.apply(extended, taps, bias, into, max(self.size, self.block // x.shape[2])), dtype)
         y = x * taps[:, self.size - 1]
         if self.size > 1:
             for d in range(1, self.size):

@@ -83,13 +83,6 @@ class Halo(nn.Cell):
 
     def backward(self, x, d_halo):
         """Gradient of x ``[B, T_local, D]``: what later ranks' halos owe to this rank's last tokens."""
-        d_tail = self.tail_gradient(x, d_halo)
-        if x.shape[1] <= self.halo:
-            return d_tail
-        return ops.concat((ops.zeros((x.shape[0], x.shape[1] - self.halo, x.shape[2]), x.dtype), d_tail), 1)
-
-    def tail_gradient(self, x, d_halo):
-        """The last ``halo`` tokens of it (all of them if x has fewer)."""
         gathered = self.group.collectives.all_gather(d_halo, HALO)
         owed = halo_debts(self.group.lengths(x.shape[1]), self.group.rank, self.halo)
         d_tail = ops.depend(ops.zeros((x.shape[0], self.halo, x.shape[2]), x.dtype), gathered)
@@ -101,4 +94,6 @@ class Halo(nn.Cell):
             if first + count < self.halo:
                 parts = parts + [ops.zeros((x.shape[0], self.halo - first - count, x.shape[2]), x.dtype)]
             d_tail = d_tail + (ops.concat(tuple(parts), 1) if len(parts) > 1 else parts[0])
-        return d_tail if x.shape[1] >= self.halo else d_tail[:, self.halo - x.shape[1] :]
+        if x.shape[1] <= self.halo:
+            return d_tail[:, self.halo - x.shape[1] :]
+        return ops.concat((ops.zeros((x.shape[0], x.shape[1] - self.halo, x.shape[2]), x.dtype), d_tail), 1)
