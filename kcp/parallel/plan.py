@@ -165,9 +165,7 @@ def scan_work(blocks: int, packed: bool = False, keep_transitions: bool = True) 
     """
     if blocks == 1:
         return FORWARD + BACKWARD
-    send = END if blocks == 2 else SUMMARY
-    if packed:
-        send = END + SUMMARY
+    send = END if blocks == 2 and not packed else SUMMARY
     send_back = BACKWARD_END
     if not keep_transitions and (packed or blocks > 2):
         send_back += SUMMARY
