@@ -49,7 +49,8 @@ class KdaCoreConfig:
         chunk_size, disable_recompute, state_v_first: as in :func:`kcp.ops.chunk_kda`.
         keep_transitions: state_scan (and hybrid) keeps the gathered M of the forward, so that its backward exchanges and computes dE alone;
             ptp_tree keeps its own M and computes dE alone.
-        ptp_head_groups: in how many groups of heads ptp_chain passes states on, a divisor of num_heads; None: the largest up to 8.
+        ptp_head_groups: in how many groups of heads ptp_chain passes states on, a divisor of num_heads; None: the largest up to
+            8 (W - 1) for W ranks.
         hybrid_ulysses_degree: consecutive ranks that exchange heads under hybrid, a divisor of the group's size and of both head counts;
             None: the largest.
         plan_tokens: tokens of a whole sequence that ``"auto"`` plans for; None: 4,096 a rank.

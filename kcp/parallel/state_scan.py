@@ -85,11 +85,12 @@ class StateScan:
         if docs.all_through:
             return self.backend.forward_summary(self.opts, q, k, v, g, beta, a_log, dt_bias, cu, opened)
         start = h0 * (1.0 - index[CONTINUES]) if docs.any_continues else h0
-        ends = self.backend.forward_end(self.opts, q, k, v, g, beta, a_log, dt_bias, start, cu, opened)
-        e, m = ops.gather(ends, index[LAST], 0), zeros[..., value_width:]
-        if docs.any_through:
-            whole = self.backend.forward_summary(self.opts, q, k, v, g, beta, a_log, dt_bias, cu, opened)
-            m = ops.gather(whole, index[LAST], 0)[..., value_width:] * index[THROUGH]
+        if docs.any_through:  # some rows or packings need M: E from a known state follows from it
+            last = ops.gather(self.backend.forward_summary(self.opts, q, k, v, g, beta, a_log, dt_bias, cu, opened), index[LAST], 0)
+            e, m = summary.apply(last, ops.gather(start, index[LAST], 0)), last[..., value_width:] * index[THROUGH]
+        else:
+            ends = self.backend.forward_end(self.opts, q, k, v, g, beta, a_log, dt_bias, start, cu, opened)
+            e, m = ops.gather(ends, index[LAST], 0), zeros[..., value_width:]
         return ops.concat((e, m), -1)
 
     def _exchange_forward(self, own, value_width):
@@ -154,14 +155,12 @@ class StateScan:
         if docs.all_through and not self.keep_transitions:
             return self.backend.backward_summary(self.opts, q, cu, caches, opened)
         end = d_ends * (1.0 - index[OPEN]) if docs.any_open else d_ends
+        if docs.any_through and not self.keep_transitions:
+            first = ops.gather(self.backend.backward_summary(self.opts, q, cu, caches, opened), index[FIRST], 0)
+            d_e = summary.apply(first, ops.gather(end, index[FIRST], 0))
+            return ops.concat((d_e, first[..., value_width:] * index[THROUGH]), -1)
         d_e = ops.gather(self.backend.backward_end(self.opts, q, cu, caches, opened, end), index[FIRST], 0)
-        if self.keep_transitions:
-            return d_e
-        d_m = zeros[..., value_width:]
-        if docs.any_through:
-            whole = self.backend.backward_summary(self.opts, q, cu, caches, opened)
-            d_m = ops.gather(whole, index[FIRST], 0)[..., value_width:] * index[THROUGH]
-        return ops.concat((d_e, d_m), -1)
+        return d_e if self.keep_transitions else ops.concat((d_e, zeros[..., value_width:]), -1)
 
     def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final):
         """Gradients of this rank's tokens, partial (or reduced) parameter gradients, the whole initial-state gradient."""
