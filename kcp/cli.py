@@ -208,7 +208,13 @@ def _positive(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: an integer >= 0 is needed")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -280,7 +280,12 @@ class _Run:
             _say("kcp: interrupted; all workers were stopped")
             return INTERRUPTED
         if self._scheduler_failed() and not watch.failed():
-            return self._nothing_recorded(parent_code)
+            # The scheduler ends when a worker's heartbeat is missing for long.
+            stopped = watch.stopped_worker(time.time())
+            if stopped is None:
+                return self._nothing_recorded(parent_code)
+            self._report(stopped, log_dir / f"worker_{stopped.rank}.log")
+            return 1
         first = watch.first_failure(self._noticed()) if watch.failed() or watch.running else None
         if first is None and not watch.running:
             return 0
@@ -317,9 +322,11 @@ class _Run:
             return 2
         name = "worker_0.log" if self.options.workers == 1 else "msrun.log"
         what = "msrun ended while workers were at work" if self.watch.pids else "the workers could not be started"
-        what = "the scheduler could not start" if self._scheduler_failed() else what
-        _say(f"{USER_ERROR}{what} (exit code {parent_code}); last lines of {log_dir / name}:")
         scheduler = read_record(log_dir / "status" / f"{SCHEDULER}.json") or {}
+        if self._scheduler_failed():
+            lost = "timed out node" in scheduler.get("error", "")
+            what = "the scheduler lost a worker" if lost else "the scheduler could not start"
+        _say(f"{USER_ERROR}{what} (exit code {parent_code}); last lines of {log_dir / name}:")
         for line in [scheduler.get("error", ""), *last_lines(log_dir / name)]:
             if line:
                 _say(f"  | {line}")

@@ -66,6 +66,8 @@ class Ending:
             return f"failed: {self.error}" + (f" ({self.where})" if self.where else "")
         if self.code is None:
             return "ended without leaving an exit code"
+        if self.code == -signal.SIGSTOP:
+            return "was stopped (SIGSTOP) and did not answer"
         if self.code < 0:
             return f"was killed by signal {-self.code} ({_signal_name(-self.code)})"
         if self.code == 0:
@@ -88,6 +90,7 @@ class Watch:
         self.exit_code = exit_code
         self.endings: dict[int, Ending] = {}
         self.gone: set[int] = set()
+        self.stopped: set[int] = set()
         self.pids: dict[int, int] = {}
 
     def poll(self) -> None:
@@ -139,8 +142,8 @@ class Watch:
     def first_failure(self, noticed: Iterable[int] = ()) -> Ending | None:
         """The ending that the others follow from.
 
-        Consequences come last: errors that speak of collectives and timeouts, and workers that msrun killed. A worker
-        that left with exit code 0 before the first failure counts as one.
+        Consequences come last: errors that speak of collectives and timeouts, and workers that msrun or MindSpore's heartbeat killed. A
+        worker that left with exit code 0 before the first failure counts as one, one that is stopped as the cause of consequences.
 
         Args:
             noticed: process ids whose failure msrun noticed; what else was killed by SIGKILL then is its doing.
@@ -154,9 +157,16 @@ class Watch:
 
         def consequence(ending: Ending) -> bool:
             by_msrun = ending.code == -signal.SIGKILL and bool(noticed) and ending.pid not in noticed
-            return ending.peer_symptom or by_msrun
+            return ending.peer_symptom or by_msrun or ending.code == -signal.SIGTERM
 
+        if self.stopped and bad and all(consequence(ending) for ending in bad):
+            return self.stopped_worker(limit)
         return min(bad + quiet, key=lambda ending: (consequence(ending), ending.time), default=None)
+
+    def stopped_worker(self, noticed_at: float) -> Ending | None:
+        """The first worker that a signal has stopped, as the cause of what was noticed then; None when none is."""
+        rank = min(self.stopped, default=None)
+        return None if rank is None else Ending(rank, noticed_at, -signal.SIGSTOP, pid=self.pids[rank])
 
     def unanswered(self, first: Ending) -> tuple[int, ...]:
         """Ranks that were still at work when the first failure came."""
@@ -174,6 +184,7 @@ class Watch:
         if fields is None:
             return False, None
         if fields[0] not in ("Z", "X"):
+            (self.stopped.add if fields[0] == "T" else self.stopped.discard)(rank)
             return True, None
         status = int(fields[-1])
         return False, -(status & 0x7F) if status & 0x7F else status >> 8

@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -128,9 +129,12 @@ def _exit_code(leave: SystemExit) -> int:
 
 
 def _summary(error: BaseException) -> str:
-    """The error in a line; MindSpore's underlined headings are passed over."""
+    """The error in a line; MindSpore's underlined headings are passed over, and what it says around an error of a dataset's own code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" -")]
     lines = [line for line in lines if not (line.startswith("- ") and line.endswith(":"))]
+    if lines and lines[0].startswith("Exception thrown from user defined Python function"):
+        causes = [line for line in lines[1:] if re.match(r"\w+(Error|Exception): ", line)]
+        return f"while reading data: {causes[-1]}" if causes else lines[0]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

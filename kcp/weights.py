@@ -22,8 +22,8 @@ def weights_of_run(run: RunConfig) -> dict[str, StoredTensor] | None:
         run: the configuration.
 
     Returns:
-        Tensors by name; None when ``load_checkpoint`` is not a folder with safetensors directly in it, or training is resumed: then the
-        key is MindFormers'.
+        Tensors by name; None when ``load_checkpoint`` is not a folder with safetensors directly in it (then the key is MindFormers'), or
+        training is resumed (then it is :func:`kcp.checkpoint.resume_place`'s).
 
     Raises:
         kcp.hf.CheckpointError: one line for each tensor that is missing, extra or mis-shaped.

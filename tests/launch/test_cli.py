@@ -46,6 +46,8 @@ def test_help_has_examples(arguments, capsys):
         (["train"], "the following arguments are required: CONFIG"),
         (["train", TINY, "--steps", "0"], "0: an integer >= 1 is needed"),
         (["train", TINY, "--mode", "fast"], "invalid choice: 'fast'"),
+        (["train", TINY, "--restarts", "-1"], "-1: an integer >= 0 is needed"),
+        (["train", TINY, "--resume", "nowhere"], "nowhere: no checkpoint to resume from"),
         (["train", TINY, "--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["train", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["train", TINY, "--workers", "3"], "parallel_config.context_parallel = 2: "),

@@ -50,6 +50,13 @@ def test_exception_is_named_with_its_traceback(tmp_path):
     assert lines[-1] == "  |  7" and any("in inner" in line for line in lines)
 
 
+def test_error_in_a_datasets_own_code_is_named(tmp_path):
+    head = "Exception thrown from user defined Python function in dataset."
+    lines = [head, "---", "- Python Call Stack:", "---", "Traceback:", "  x", "ValueError: bad row"]
+    code, _, err = run(tmp_path, f"raise RuntimeError(chr(10).join({lines}))")
+    assert code == 1 and "failed: while reading data: ValueError: bad row (" in err.splitlines()[0]
+
+
 def test_exit_code_is_named(tmp_path):
     code, _, err = run(tmp_path, "print('last words'); sys.exit(3)")
     assert code == 1

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -58,6 +60,33 @@ def test_a_worker_that_came_to_its_end_does_not_cause_an_unrelated_error():
 
 def test_crash_after_the_end_is_no_failure():
     assert not watch_of(Ending(0, 1.0, 0, finished=True)).failed()
+
+
+@pytest.mark.parametrize("consequence", [Ending(0, 40.0, 1, "RuntimeError: AllReduce timed out"), Ending(0, 40.0, -signal.SIGTERM, pid=6)])
+def test_a_stopped_worker_is_the_cause_of_what_its_peers_die_of(consequence):
+    watch = watch_of(consequence, ranks=range(2))
+    watch.stopped, watch.pids = {1}, {0: 6, 1: 7}
+    assert watch.first_failure().rank == 1 and watch.first_failure().pid == 7
+    assert watch.first_failure().describe() == "was stopped (SIGSTOP) and did not answer"
+    watch.endings[0] = Ending(0, 40.0, 1, "OSError: disk full")
+    assert watch.first_failure().rank == 0
+
+
+def test_stopped_processes_are_seen_and_those_that_go_on_again_too(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        write_record(tmp_path, "worker_0", {"rank": 0, "pid": process.pid, "state": "running", "time": 1.0})
+        watch = Watch(tmp_path, [0], lambda pid: None)
+        for number, expected in ((signal.SIGSTOP, {0}), (signal.SIGCONT, set())):
+            process.send_signal(number)
+            deadline = time.time() + 20
+            while watch.stopped != expected and time.time() < deadline:
+                watch.poll()
+                time.sleep(0.01)
+            assert watch.stopped == expected and not watch.failed()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_who_did_not_answer():
@@ -164,3 +193,14 @@ def test_scheduler_that_can_not_start_ends_the_attempt(tmp_path, log, taken):
     write_record(tmp_path / "status", SCHEDULER, {"rank": 0, "pid": 1, "state": "failed", "time": time.time(), "error": "x", "code": 1})
     (tmp_path / "scheduler.log").write_text(f"[ERROR] {log}\n")
     assert run._scheduler_failed() and run._port_taken() is taken
+
+
+@pytest.mark.parametrize(("stopped", "said"), [({1}, "worker 1 (pid 7) was stopped (SIGSTOP)"), (set(), "the scheduler lost a worker")])
+def test_a_scheduler_that_misses_a_heartbeat_names_the_worker_that_is_stopped(tmp_path, capsys, stopped, said):
+    run = _Run(["job.py"], LaunchOptions(2, tmp_path))
+    (tmp_path / "status").mkdir()
+    error = "RuntimeError: The total number of timed out node is 1."
+    write_record(tmp_path / "status", SCHEDULER, {"rank": 0, "pid": 1, "state": "failed", "time": time.time(), "error": error, "code": 1})
+    run.started, run.watch = time.time(), watch_of(ranks=range(2))
+    run.watch.stopped, run.watch.pids = stopped, {0: 6, 1: 7}
+    assert run._verdict(1) == 1 and said in capsys.readouterr().err

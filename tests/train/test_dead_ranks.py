@@ -26,8 +26,8 @@ SAID = {
     "backward": "was killed by signal 9 (SIGKILL)",
     "checkpoint": "was killed by signal 9 (SIGKILL)",
     "leave": "left with exit code 0 while others were still at work",
-    "data": "sample 7: the text is broken",
-    "stop": "",
+    "data": "failed: while reading data: ValueError: sample 7: the text is broken",
+    "stop": "was stopped (SIGSTOP) and did not answer",
 }
 
 
@@ -60,8 +60,7 @@ def left_behind(folder: Path) -> list[str]:
 
 FAULTS = [
     pytest.param("checkpoint", 2, 0, marks=pytest.mark.ci),
-    pytest.param("leave", 2, 1, marks=pytest.mark.ci),
-    *(pytest.param(fault, 2, 1, marks=pytest.mark.once) for fault in ("forward", "backward", "data", "stop")),
+    *(pytest.param(fault, 2, 1, marks=pytest.mark.once) for fault in ("forward", "backward", "data", "leave", "stop")),
     *(pytest.param(fault, 4, 2, marks=pytest.mark.once) for fault in ("forward", "backward", "leave", "stop")),
 ]
 
@@ -71,12 +70,10 @@ def test_a_rank_that_dies_ends_the_run_and_a_resume_goes_on(tmp_path, fault, ran
     path, said = run_until_fault(tmp_path, fault, ranks, rank, 60 if ranks == 2 else 90)
     first = said.splitlines()[0]
     assert SAID[fault] in first, said
-    if fault == "stop":
-        # A stopped rank says nothing; the peer that waited for it does, and the launcher adds who did not answer.
-        assert f"worker {rank} was still at work and did not answer" in said
-    else:
-        assert f"worker {rank} (pid" in first, said
+    assert f"worker {rank} (pid" in first, said
     assert left_behind(tmp_path) == []
+    if fault == "data":
+        return  # samples are read ahead: how many steps were done before is not known
     written = checkpoints_in(tmp_path / "out" / "checkpoints")
     assert [read_checkpoint(folder).step for folder in written] == [4]
     finish(begin(path, STEPS, "--mode", "pynative", "--resume"))

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from _runs import begin, finish, prepare, read_metrics
+import yaml
+from _runs import begin, finish, prepare, read_metrics, start, write_config
 
 SHORT = {"steps": 20, "every": 5, "kill": 13, "mode": "pynative"}
 LONG = {"steps": 200, "every": 50, "kill": 120, "mode": "graph"}
@@ -72,6 +73,23 @@ def test_killed_and_resumed_run_equals_the_uninterrupted_one(tmp_path, plan):
     before = plan["steps"] - plan["every"]
     source = tmp_path / "two" / "out" / "checkpoints" / f"step_{before:08d}"
     assert resumed_elsewhere(tmp_path / "elsewhere", plan, source) == pytest.approx(two[before:], rel=1e-5)
+
+
+@pytest.mark.ci
+def test_a_loader_that_knows_no_position_is_skipped_to_it(tmp_path):
+    """Any loader of MindFormers: 20 steps an epoch, resumed in the second one."""
+    runs = []
+    for name, arguments in (("whole", []), ("resumed", ["--resume", str(tmp_path / "whole" / "out")])):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = write_config(folder)
+        run = yaml.safe_load(path.read_text())
+        run["callbacks"] = [{"type": "KcpCheckpoint", "save_steps": 23, "save_at_end": False}]
+        path.write_text(yaml.safe_dump(run))
+        start(1, [str(path), "--steps", "27", "--mode", "pynative", *arguments], folder)
+        runs.append(read_metrics(folder))
+    assert [record["step"] for record in runs[1]] == [24, 25, 26, 27]
+    assert [record["loss"] for record in runs[1]] == [record["loss"] for record in runs[0][23:]]
 
 
 @pytest.mark.once
