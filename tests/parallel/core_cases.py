@@ -153,10 +153,13 @@ def run_explicit(problem: CoreProblem, group: CpGroup, as_tensor: bool = False) 
     return _named(results[0], results[1] if problem.with_final_state else None, grads)
 
 
-def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool, host_boundaries: bool = False) -> dict[str, np.ndarray]:
+def run_autodiff(
+    problem: CoreProblem, group: CpGroup, jit: bool, host_boundaries: bool = False, twice: bool = False
+) -> dict[str, np.ndarray]:
     """One rank's outputs and gradients through ``ms.grad`` of a loss, in PyNative or compiled (for msrun workers).
 
-    ``host_boundaries``: hand the boundaries over as integers, else as a Tensor (only without states, see :func:`run_explicit`).
+    ``host_boundaries``: hand the boundaries over as integers, else as a Tensor (only without states, see :func:`run_explicit`);
+    ``twice``: run it again and insist on the same bits.
     """
     t = problem.rank_tensors(group.rank)
     core = KdaCore(problem.config(), group)
@@ -185,8 +188,16 @@ def run_autodiff(problem: CoreProblem, group: CpGroup, jit: bool, host_boundarie
     grad = ms.value_and_grad(loss, tuple(range(8)), has_aux=True)
     if jit:
         grad = ms.jit(grad)
-    (_, out, final_state), grads = grad(*[t[name] for name in INPUTS], cu)
-    return _named(out, final_state if with_final else None, grads)
+
+    def run():
+        (_, out, final_state), grads = grad(*[t[name] for name in INPUTS], None if host_boundaries else cu)
+        return _named(out, final_state if with_final else None, grads)
+
+    results = run()
+    if twice:
+        for name, again in run().items():
+            np.testing.assert_array_equal(results[name], again, err_msg=f"{name} of a second run")
+    return results
 
 
 def _named(out, final_state, grads) -> dict[str, np.ndarray]:
@@ -221,4 +232,21 @@ def check(problem: CoreProblem, ranks: list[dict[str, np.ndarray]], truth: dict[
     for name, error in found.items():
         gate = FORWARD if name in ("out", "final_state", "a_log") else BACKWARD
         assert error <= gate, (name, error)
+    return found
+
+
+def check_bfloat16(problem: CoreProblem, ranks: list[dict[str, np.ndarray]]) -> dict[str, float]:
+    """bfloat16 inputs: what is rounded to bfloat16 is as exact as on one device, the rest keeps its gate; returns the errors.
+
+    The errors of rounded tensors are given as multiples of one device's.
+    """
+    truth, single = problem.truth(), problem.one_device()
+    found = errors(problem, ranks, truth)
+    whole = errors(single, [run_autodiff(single, CpGroup.single(), jit=False, host_boundaries=True)], truth)
+    for name, error in found.items():
+        if name in ("out", *TOKEN_INPUTS):
+            found[name] = error / whole[name]
+            assert found[name] <= 1.001, (name, error, whole[name])
+        else:
+            assert error <= BACKWARD, (name, error)
     return found
