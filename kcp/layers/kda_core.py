@@ -146,6 +146,11 @@ def _split_boundaries(cu_seqlens):
     return cu_seqlens, None
 
 
+def _value(x):
+    """What a graph knows of a Parameter; handed as it is to a Cell with a bprop, MindSpore can fail to compile (parameter_eliminate)."""
+    return x * 1.0 if in_graph() else x
+
+
 @constexpr(check=False)
 def _flat_host_rows(rows, batch, num_tokens):
     return flat_rows(check_rows(rows, batch, num_tokens), num_tokens)
@@ -194,6 +199,7 @@ class KdaCore(nn.Cell):
         self.group = group
         self.group_parts = split_for(config, group)
         self.distributed = group.size > 1
+        self.widens = ms.get_context("device_target") == "CPU"  # its graphs can't reshape, slice or transpose bfloat16
         self.number = next(_numbers)
         _cores[self.number] = self
 
@@ -210,6 +216,15 @@ class KdaCore(nn.Cell):
         cu_seqlens=None,
         output_final_state: bool = True,
     ):
+        if self.widens and in_graph() and (self.distributed or cu_seqlens is not None):
+            dtype = value.dtype
+            query, key, value = ops.cast(query, ms.float32), ops.cast(key, ms.float32), ops.cast(value, ms.float32)
+            gate, beta = ops.cast(gate, ms.float32), ops.cast(beta, ms.float32)
+            out, final_state = self._run(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
+            return ops.cast(out, dtype), final_state
+        return self._run(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
+
+    def _run(self, query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state):
         if self.distributed:
             return self._distributed(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
         batch, num_tokens = query.shape[:2]
@@ -255,9 +270,9 @@ class KdaCore(nn.Cell):
         none = ops.zeros((1,), ms.float32)
         results = cell(
             q, k, v, g, beta,
-            none if a_log is None else a_log,
-            none if dt_bias is None else dt_bias,
-            none if initial_state is None else initial_state,
+            none if a_log is None else _value(a_log),
+            none if dt_bias is None else _value(dt_bias),
+            none if initial_state is None else _value(initial_state),
             none if boundaries is None else boundaries,
         )  # fmt: skip
         return results[0], results[1] if output_final_state else None

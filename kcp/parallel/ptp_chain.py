@@ -179,7 +179,7 @@ class PtpChain:
 
     # ---- forward
 
-    def _forward_work(self, inputs, states, index, cu, step, none, received):
+    def _forward_work(self, inputs, states, index, step, none, received):
         """``(out, final states by number, outgoing state, initial states, caches)`` of one part of a unit."""
         q, k, v, g, beta, a_log, dt_bias = inputs
         unit, part = step[1], step[2]
@@ -194,14 +194,14 @@ class PtpChain:
         out, ends, saved = self.backend.forward_close(opts, q, k, v, g, beta, a_log, dt_bias, h0, bounds, opened)
         return out, placed(ends, table[ENDING]), ops.gather(ends, table[LAST], 0), h0, saved
 
-    def _run_forward(self, inputs, states, index, cu):
+    def _run_forward(self, inputs, states, index):
         """``(results of the works, what later exchanges are tied to)``."""
         rank = self.group.rank
         none = ops.depend(ops.zeros(self._shape(inputs[0], inputs[2]), ms.float32), inputs[0])
         tied, received, done = none, (), ()
         for step in self.forward_schedule.steps:
             if step[0] == WORK:
-                done = done + (self._forward_work(inputs, states, index, cu, step, none, received),)
+                done = done + (self._forward_work(inputs, states, index, step, none, received),)
             else:
                 payload = none if step[1] < 0 else done[step[2]][2] if step[2] >= 0 else received[step[3]]
                 if self.point_to_point:
@@ -219,7 +219,7 @@ class PtpChain:
         else:
             states = ops.zeros((self.first_document[self.num_rows], heads, width, value_width), ms.float32)
         inputs = (q, k, v, g, beta, a_log, dt_bias)
-        done, tied = self._run_forward(inputs, states, index, cu)
+        done, tied = self._run_forward(inputs, states, index)
         places = self.forward_schedule.places
         out, final_state, saved = v * 1.0, ops.zeros(states.shape, ms.float32), ()
         if self.has_tokens:
@@ -283,7 +283,7 @@ class PtpChain:
 
     # ---- backward
 
-    def _backward_work(self, inputs, grads, index, cu, step, none, received, saved, d_out):
+    def _backward_work(self, inputs, grads, index, step, none, received, saved, d_out):
         """``(dq, dk, dv, dg, dbeta, da_log, ddt_bias, initial-state gradients by number, outgoing gradient)``; saved: of this work."""
         q, k, v, g, beta, a_log, dt_bias = inputs
         unit, part = step[1], step[2]
@@ -300,7 +300,7 @@ class PtpChain:
         d_starts = results[7]
         return results[:7] + (placed(d_starts, table[STARTING]), ops.gather(d_starts, table[FIRST], 0))
 
-    def _run_backward(self, inputs, grads, index, cu, saved, d_out):
+    def _run_backward(self, inputs, grads, index, saved, d_out):
         """``(results of the works, what later exchanges are tied to)``."""
         rank = self.group.rank
         per_work = len(saved) // self.backward_schedule.num_works if self.has_tokens else 0
@@ -310,7 +310,7 @@ class PtpChain:
             if step[0] == WORK:
                 at = self.saving_order[step[1]][step[2]] * per_work
                 mine = saved[at : at + per_work]
-                done = done + (self._backward_work(inputs, grads, index, cu, step, none, received, mine, d_out),)
+                done = done + (self._backward_work(inputs, grads, index, step, none, received, mine, d_out),)
             else:
                 payload = none if step[1] < 0 else done[step[2]][8] if step[2] >= 0 else received[step[3]]
                 if self.point_to_point:
@@ -329,7 +329,7 @@ class PtpChain:
         else:
             grads = ops.depend(ops.zeros(shape, ms.float32), q)
         inputs = (q, k, v, g, beta, a_log, dt_bias)
-        done, tied = self._run_backward(inputs, grads, index, cu, saved, d_out)
+        done, tied = self._run_backward(inputs, grads, index, saved, d_out)
         places = self.backward_schedule.places
         if self.has_tokens:
             dq, dk, dv = self._by_token(done, places, 0), self._by_token(done, places, 1), self._by_token(done, places, 2)

@@ -165,7 +165,8 @@ def run_autodiff(
     core = KdaCore(problem.config(), group)
     d_out, d_final = t["d_out"], t["d_final"]
     with_initial, with_final = problem.with_initial_state, problem.with_final_state
-    cu = None if problem.cu_seqlens is None else boundary_tensor(problem)
+    rows = problem.cu_seqlens
+    cu = None if rows is None or host_boundaries else boundary_tensor(problem)
 
     def loss(q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
         out, final_state = core(
@@ -177,7 +178,7 @@ def run_autodiff(
             a_log,
             dt_bias,
             initial_state if with_initial else None,
-            problem.cu_seqlens if host_boundaries else cu,
+            rows if host_boundaries else cu,
             output_final_state=with_final,
         )
         total = (ops.cast(out, ms.float32) * ops.cast(d_out, ms.float32)).sum()
@@ -190,7 +191,7 @@ def run_autodiff(
         grad = ms.jit(grad)
 
     def run():
-        (_, out, final_state), grads = grad(*[t[name] for name in INPUTS], None if host_boundaries else cu)
+        (_, out, final_state), grads = grad(*[t[name] for name in INPUTS], cu)
         return _named(out, final_state if with_final else None, grads)
 
     results = run()

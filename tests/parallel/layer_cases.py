@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import mindspore as ms
@@ -11,6 +12,7 @@ from mindspore import Tensor, nn, ops
 from kcp.layers import KdaAttention, KdaAttentionConfig
 from kcp.models import KimiLinearConfig, KimiLinearForCausalLM
 from kcp.parallel import CpGroup
+from kcp.train_step import KcpTrainOneStepCell
 
 HIDDEN, VOCABULARY, SAMPLE = 24, 31, 48
 
@@ -25,7 +27,7 @@ DOCUMENTS = ((0, 48, 48, 48, 48), (0, 5, 13, 47, 48))  # of the model's samples
 
 @dataclass(frozen=True)
 class Case:
-    """``what``: a key of SLICES for a layer, or ``"model"``."""
+    """``what``: a key of SLICES for a layer; ``"model"``; ``"steps"``: the model after two training steps, all of it recomputed."""
 
     what: str
     strategy: str
@@ -88,7 +90,8 @@ def _layer(case: Case, group: CpGroup) -> dict[str, np.ndarray]:
     return {"loss": loss.asnumpy(), "x": d_x.asnumpy(), **gradients}
 
 
-def _model(case: Case, group: CpGroup) -> dict[str, np.ndarray]:
+def _network(case: Case, group: CpGroup, **options) -> tuple[KimiLinearForCausalLM, tuple]:
+    """A model of two KDA layers and one of MLA with experts, and two samples of packed documents."""
     alone = group.size == 1
     config = KimiLinearConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=3, seq_length=SAMPLE,
@@ -96,29 +99,53 @@ def _model(case: Case, group: CpGroup) -> dict[str, np.ndarray]:
         linear_num_heads=4, linear_head_dim=8, num_attention_heads=4, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
         num_experts=4, num_experts_per_token=2, num_shared_experts=1, moe_intermediate_size=16, num_expert_group=1, topk_group=1,
         kda_cp_strategy="none" if alone else case.strategy, mla_cp_strategy="none" if alone else case.mla, context_parallel_size=group.size,
+        **options,
     )  # fmt: skip
     rng = np.random.default_rng(7)
     tokens = rng.integers(0, VOCABULARY, (2, SAMPLE + 1)).astype(np.int32)
     labels = np.where(rng.random((2, SAMPLE)) > 0.1, tokens[:, 1:], -100).astype(np.int32)
     inputs = Tensor(tokens[:, :-1].copy()), Tensor(labels), Tensor((labels >= 0).astype(np.int32))
+    return KimiLinearForCausalLM(config, group), (*inputs, Tensor(np.array(DOCUMENTS, np.int32)))
+
+
+def _model(case: Case, group: CpGroup) -> dict[str, np.ndarray]:
     ms.set_context(mode=ms.GRAPH_MODE if case.mode == "graph" else ms.PYNATIVE_MODE)
-    network = KimiLinearForCausalLM(config, group)
+    network, inputs = _network(case, group)
     weights = _set_weights(network)
-    boundaries = Tensor(np.array(DOCUMENTS, np.int32)) if case.packed else None
-    (loss, count), gradients = ops.value_and_grad(network, None, weights, has_aux=True)(*inputs, boundaries)
+    (loss, count), gradients = ops.value_and_grad(network, None, weights, has_aux=True)(*inputs)
     results = {weight.name: gradient.asnumpy() for weight, gradient in zip(weights, gradients, strict=True)}
     ms.set_context(mode=ms.PYNATIVE_MODE)
     return {"loss": loss.asnumpy(), "count": count.asnumpy(), **results}
 
 
+def _steps(case: Case, group: CpGroup) -> dict[str, np.ndarray]:
+    """Losses of two steps and what they changed; the kernels recompute their caches and MindSpore every decoder layer."""
+    ms.set_context(mode=ms.GRAPH_MODE if case.mode == "graph" else ms.PYNATIVE_MODE)
+    network, inputs = _network(case, group, kda_disable_recompute=False)
+    weights = _set_weights(network)
+    start = [weight.asnumpy().copy() for weight in weights]
+    for layer in network.model.layers:
+        layer.recompute()
+    step = KcpTrainOneStepCell(network, nn.SGD(weights, learning_rate=0.5), use_clip_grad=False)
+    step.set_train()
+    losses = [step(*inputs)[0].asnumpy() for _ in range(2)]
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    changes = {weight.name: weight.asnumpy() - before for weight, before in zip(weights, start, strict=True)}
+    return {"loss": losses[0], "second loss": losses[1], **changes}
+
+
 def run(case: Case, rank_group) -> dict[str, np.ndarray]:
     """One rank's loss and gradients; ``rank_group(slice_lengths)`` gives its group."""
-    if case.what == "model":
-        return _model(case, rank_group(None))
+    if case.what in ("model", "steps"):
+        return (_model if case.what == "model" else _steps)(case, rank_group(None))
     size = rank_group(None).size
     return _layer(case, rank_group(SLICES[case.what][size]))
 
 
-def merged(ranks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Losses and gradients of weights summed over the ranks, gradients of tokens put together."""
+def merged(case: Case, ranks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Losses and gradients of weights summed over the ranks, gradients of tokens put together; after steps all ranks are the same."""
+    if case.what == "steps":
+        for other, name in itertools.product(ranks[1:], ranks[0]):
+            np.testing.assert_array_equal(ranks[0][name], other[name], err_msg=name)
+        return ranks[0]
     return {name: np.concatenate([r[name] for r in ranks], 1) if name == "x" else sum(r[name] for r in ranks) for name in ranks[0]}

@@ -44,8 +44,8 @@ def _in_pynative(ranks: int) -> list[CoreProblem]:
 
 
 def _in_a_graph(ranks: int) -> list[CoreProblem]:
-    """Dense with states; packed with boundaries that the graph learns when it runs."""
-    kinds = [(_dense, {}), (_packed, NO_STATES)]
+    """Dense with states, in bfloat16 over two ranks; packed with boundaries that the graph learns when it runs."""
+    kinds = [(_dense, {"dtype": "bfloat16"} if ranks == 2 else {}), (_packed, NO_STATES)]
     return [make(name, ranks, **changes) for name in STRATEGIES for make, changes in kinds] + _accepted(ranks)
 
 
