@@ -146,6 +146,10 @@ def _split_boundaries(cu_seqlens):
     return cu_seqlens, None
 
 
+def _wide(x):
+    return ops.cast(x, ms.float32) if x.dtype == ms.bfloat16 else x
+
+
 def _value(x):
     """What a graph knows of a Parameter; handed as it is to a Cell with a bprop, MindSpore can fail to compile (parameter_eliminate)."""
     return x * 1.0 if in_graph() else x
@@ -216,12 +220,12 @@ class KdaCore(nn.Cell):
         cu_seqlens=None,
         output_final_state: bool = True,
     ):
-        if self.widens and in_graph() and (self.distributed or cu_seqlens is not None):
-            dtype = value.dtype
-            query, key, value = ops.cast(query, ms.float32), ops.cast(key, ms.float32), ops.cast(value, ms.float32)
-            gate, beta = ops.cast(gate, ms.float32), ops.cast(beta, ms.float32)
-            out, final_state = self._run(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
-            return ops.cast(out, dtype), final_state
+        if self.widens and in_graph() and value.dtype == ms.bfloat16:
+            out, final_state = self._run(
+                _wide(query), _wide(key), _wide(value), _wide(gate), _wide(beta), a_log, dt_bias, initial_state, cu_seqlens,
+                output_final_state,
+            )  # fmt: skip
+            return ops.cast(out, ms.bfloat16), final_state
         return self._run(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
 
     def _run(self, query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state):
