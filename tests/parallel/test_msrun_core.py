@@ -45,8 +45,8 @@ def _in_pynative(ranks: int) -> list[CoreProblem]:
 
 def _in_a_graph(ranks: int) -> list[CoreProblem]:
     """Dense with states, in bfloat16 over two ranks; packed with boundaries that the graph learns when it runs."""
-    kinds = [(_dense, {"dtype": "bfloat16"} if ranks == 2 else {}), (_packed, NO_STATES)]
-    return [make(name, ranks, **changes) for name in STRATEGIES for make, changes in kinds] + _accepted(ranks)
+    dense = [_dense(name, 2, dtype="bfloat16") for name in STRATEGIES] if ranks == 2 else [_dense("hybrid", 4), _dense("ptp_chain", 4)]
+    return dense + [_packed(name, ranks, **NO_STATES) for name in STRATEGIES] + _accepted(ranks)
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,11 @@ CASES = [
     *(Case("model", strategy, mla="ulysses" if strategy == "ulysses" else "latent_gather") for strategy in STRATEGIES),
     Case("steps", "ulysses", mla="ulysses"),
 ]
-COMPILED = [
-    Case("short", "state_scan", mode="graph"),
-    Case("short", "hybrid", mode="graph"),
-    Case("model", "ptp_chain", mode="graph"),
-    Case("steps", "ulysses", mode="graph", mla="ulysses"),
-]
+COMPILED = [Case("model", "ptp_chain", mode="graph"), Case("steps", "ulysses", mode="graph", mla="ulysses")]
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, CASES), (4, COMPILED)], ids=["2-pynative", "4-pynative", "4-graph"])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, CASES), (2, COMPILED)], ids=["2-pynative", "4-pynative", "2-graph"])
 def test_losses_and_gradients_do_not_depend_on_the_number_of_ranks(tmp_path, ranks, cases, record_property):
     (tmp_path / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     run_workers(WORKER, workers=ranks, args=[str(tmp_path)], timeout=600)
