@@ -1,6 +1,8 @@
 // Entry points of the fused operators: forward, backward, forward summary, backward summary. Inputs 0..9 of all four
-// are options, q, k, v, g, beta, a_log, dt_bias, state, cu_seqlens (absent ones are any one-element tensor); outputs
-// and states hold the heads of the range only.
+// are options, q, k, v, g, beta, a_log, dt_bias, state, cu_seqlens (absent ones are any one-element tensor); states,
+// caches and parameter gradients hold the heads of the range only. Token results hold the range or all heads: a range
+// is then written where it belongs, so that the calls of all ranges fill one tensor (which the framework then sees as
+// an input).
 #include "entry.h"
 
 namespace kcp {
@@ -8,7 +10,7 @@ namespace {
 
 // floats saved per chunk and head, and in all
 long slot_floats(const Problem& p) {
-  return p.key_padded * p.value_padded + kMaxChunk * p.value_padded + 2 * kMaxChunk * kMaxChunk;
+  return p.key_padded * p.value_padded + p.chunk * (p.value_padded + 2 * kMaxChunk);
 }
 long saved_floats(const Problem& p, const Sizes& n) { return n.num_chunks * p.num_heads * slot_floats(p); }
 // The slots of a cache tensor start on the first cache line after its first number, which says where that is: the
@@ -27,6 +29,13 @@ long state_floats(const Problem& p) { return p.num_sequences * p.num_heads * p.k
 template <class T>
 T* at_first_head(T* x, const Sizes& n, long floats_per_head) {
   return x ? x - n.head_begin * floats_per_head : nullptr;
+}
+// a token result that holds the heads [first, last) or all of them
+View result(const Call& call, int i, bool head_major, bool scalar, long first, long last, long all) {
+  const int axes = call.rank(i) + (scalar ? 1 : 0);
+  const long heads = call.dim(i, axes - (head_major ? 3 : 2));
+  if (heads != all && heads != last - first) Call::fail("tensor %d has %ld heads of %ld", i, heads, last - first);
+  return call.view(i, head_major, scalar, heads == all ? 0 : first);
 }
 template <class Work>
 void each_head(const Problem& p, const Sizes& n, int columns, Work work) {
@@ -48,10 +57,10 @@ void forward(const Call& call) {
   call.expect(13);
   Problem p = {};
   std::vector<Sequence> sequences;
-  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const Sizes n = read_problem(call, p, sequences);
   const long state = p.key_width * p.value_width;
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, state);
-  p.out = call.view(10, false, false, n.head_begin);
+  p.out = result(call, 10, false, false, n.head_begin, n.head_end, n.heads);
   p.final_state = at_first_head(call.floats(11, call.has(kWantFinalState), state_floats(p)), n, state);
   p.cache = cache_slots(call, 12, p, n, true);
   forward_columns(p, n);
@@ -62,7 +71,7 @@ void summary(const Call& call) {
   call.expect(11);
   Problem p = {};
   std::vector<Sequence> sequences;
-  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const Sizes n = read_problem(call, p, sequences);
   const bool want_m = call.has(kWantM);
   const long K = p.key_width, width = p.value_width + (want_m ? K : 0);
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, K * p.value_width);
@@ -92,19 +101,20 @@ void backward(const Call& call) {
   call.expect(21);
   Problem p = {};
   std::vector<Sequence> sequences;
-  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const Sizes n = read_problem(call, p, sequences);
   const bool head_major = call.option(kHeadMajor);
   const long K = p.key_width, V = p.value_width, heads = p.num_heads;
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, K * V);
   p.d_out = call.view(10, false, false, 0);
   p.d_final_state = at_first_head(call.floats(11, call.has(kHasDFinalState), state_floats(p)), n, K * V);
   p.cache = cache_slots(call, 12, p, n, false);
-  const View dq = call.view(13, head_major, false, n.head_begin / p.group),
-             dk = call.view(14, head_major, false, n.head_begin / p.group);
+  const long first = n.head_begin, last = n.head_end;
+  const View dq = result(call, 13, head_major, false, first / p.group, last / p.group, n.key_heads),
+             dk = result(call, 14, head_major, false, first / p.group, last / p.group, n.key_heads);
   p.dq = dq, p.dk = dk;
-  p.dv = call.view(15, head_major, false, n.head_begin);
-  p.dg = call.view(16, head_major, false, n.head_begin);
-  p.dbeta = call.view(17, head_major, true, n.head_begin);
+  p.dv = result(call, 15, head_major, false, first, last, n.heads);
+  p.dg = result(call, 16, head_major, false, first, last, n.heads);
+  p.dbeta = result(call, 17, head_major, true, first, last, n.heads);
   float *da_log = call.floats(18, true, call.has(kHasALog) ? heads : 1),
         *ddt_bias = call.floats(19, true, call.has(kHasDtBias) ? heads * K : 1);
   float* d_initial = call.floats(20, true, call.has(kHasInitialState) ? state_floats(p) : 1);
@@ -123,7 +133,7 @@ void backward(const Call& call) {
   } else {
     run_items(p.num_sequences * heads, [&](long item, void* scratch) {
       const long s = item / heads, h = n.head_begin + item % heads;
-      const long chunks = (p.sequences[s].end - p.sequences[s].begin + kMaxChunk - 1) / kMaxChunk;
+      const long chunks = (p.sequences[s].end - p.sequences[s].begin + p.chunk - 1) / p.chunk;
       const ThreadRoom room(p.cache ? 0 : chunks * slot_floats(p));
       kernels().backward(p, s, h, room.data, scratch);
     });
@@ -137,7 +147,7 @@ void backward_summary(const Call& call) {
   call.expect(13);
   Problem p = {};
   std::vector<Sequence> sequences;
-  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const Sizes n = read_problem(call, p, sequences);
   const long K = p.key_width, V = p.value_width;
   p.d_final_state = at_first_head(call.floats(8, call.has(kHasDFinalState), state_floats(p)), n, K * V);
   p.d_out = call.view(10, false, false, 0);
@@ -167,3 +177,4 @@ KCP_ENTRY(kcp_backward_summary) {
 }
 extern "C" __attribute__((visibility("default"))) const char* kcp_isa() { return kcp::kernels().name; }
 extern "C" __attribute__((visibility("default"))) int kcp_num_threads() { return kcp::num_threads(); }
+extern "C" __attribute__((visibility("default"))) void kcp_set_default_threads(int n) { kcp::set_default_threads(n); }
