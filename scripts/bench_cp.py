@@ -266,8 +266,10 @@ def evaluate(args, records):
     for name, measured in seconds.items():
         cost = plan.estimate(name, sizes, machine)
         error = [max(record["errors"][name][i] for record in records) for i in range(2)]
-        rows.append({"strategy": name, "seconds": measured, "speedup": one / measured, "predicted": cost.seconds,
-                     "off": measured / cost.seconds - 1, "work": cost.work, "moved_bytes": cost.physical_bytes, "error": error})  # fmt: skip
+        rows.append({
+            "strategy": name, "seconds": measured, "speedup": one / measured, "predicted": cost.seconds, "off": measured / cost.seconds - 1,
+            "work": cost.work, "moved_bytes": cost.physical_bytes, "error": error,
+        })  # fmt: skip
     ceiling = one / share
     groups = head_groups(args.heads, args.groups)
     return {

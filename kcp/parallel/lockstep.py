@@ -87,8 +87,8 @@ class _Hub:
         return value
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
-    """``ops.stack``, which has no bfloat16 on the CPU."""
+def _stacked(parts: Sequence[Any]) -> Any:
+    """``[len(parts), ...]``; Stack lacks bfloat16 on the CPU, Concat has it."""
     return ops.concat(tuple(ops.expand_dims(part, 0) for part in parts), 0)
 
 
