@@ -292,7 +292,7 @@ class KdaCore(nn.Cell):
         per_row = 0 if boundaries is None else num_documents // batch
         call = Call(batch, num_tokens, sizes["T"], rows, per_row, initial_state is not None, compiled)
         fields = self._options(a_log is not None, dt_bias is not None)
-        return build(c, group, self.group_parts, backends.select("chunk_kda"), fields, call)
+        return build(c, group, self.group_parts, backends.select("chunk_kda", compiled), fields, call)
 
     def _options(self, has_a_log, has_dt_bias) -> dict:
         c = self.config

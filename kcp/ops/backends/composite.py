@@ -285,8 +285,11 @@ def bwd_dhu(opts, q, k, w, d_o, dv, gk, dht, cu):
     return ops.swapaxes(dh, 1, 2), transpose_state(dh0, opts.state_v_first), plan.merge(dv, index)
 
 
-def bwd_finalize(opts, q, k, v, raw_g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_scan, d_aqk, dq_raw, q_rstd, k_rstd, cu):
-    """``(dq, dk, dv, dbeta, dg, dA_log, ddt_bias)`` of ``chunk_kda_bwd_finalize``, token gradients in ``opts.layout``, float32."""
+def bwd_finalize(opts, q, k, v, gk, raw_g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_scan, d_aqk, dq_raw, q_rstd, k_rstd, cu):
+    """``(dq, dk, dv, dbeta, dg, dA_log, ddt_bias)`` of ``chunk_kda_bwd_finalize``, token gradients in ``opts.layout``, float32.
+
+    Decays are computed again from raw_g, more exactly than gk would give them.
+    """
     used_a_log, used_dt_bias = _gate_parameters(opts, a_log, dt_bias)
     plan, index = _stage_plan(opts, cu, k.shape[2])
     rstds = (q_rstd, k_rstd) if opts.use_qk_l2norm_in_kernel else (None, None)
