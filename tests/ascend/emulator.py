@@ -406,7 +406,7 @@ def npu_chunk_kda_merge_fwd_bwd(state, summaries, pre_or_post_num_ranks, rank, *
     merged = np.zeros((heads, WIDTH, WIDTH), np.float32)  # the old state is never read
     for r in order:
         merged = gathered[r, :, :, WIDTH:] @ merged + gathered[r, :, :, :WIDTH]
-    state.set_data(f32(np.swapaxes(merged, -1, -2) if state_v_first else merged))
+    state[:] = f32(np.swapaxes(merged, -1, -2) if state_v_first else merged)  # in place, as the document says
     return state
 
 

@@ -79,7 +79,7 @@ def forward_open(opts, q, k, v, g, beta, a_log, dt_bias, cu):
 
 def forward_summary(opts, cu, c):
     """Summaries ``[N, Hv, K, V + K]`` = ``[E | M]``."""
-    return run("pre_process_fwd", _stage_options(opts), c[KG], c[W], c[U], c[GK], cu)
+    return run("pre_process_fwd", _stage_options(opts, has_initial_state=False), c[KG], c[W], c[U], c[GK], cu)
 
 
 def forward_end(opts, initial_state, cu, c):
@@ -121,7 +121,7 @@ def _state_gradients(opts, cu, saved, opened, d_final):
 def backward_summary(opts, cu, saved, opened):
     """Backward summaries ``[N, Hv, K, V + K]`` = ``[dE | dM]``."""
     gk, w, qg, kg = (saved[KEPT.index(i)] for i in (GK, W, QG, KG))
-    return run("pre_process_bwd", _stage_options(opts), qg, kg, w, opened[0], opened[2], gk, cu)
+    return run("pre_process_bwd", _stage_options(opts, has_initial_state=False), qg, kg, w, opened[0], opened[2], gk, cu)
 
 
 def backward_end(opts, cu, saved, opened, d_final):
