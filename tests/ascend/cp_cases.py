@@ -88,5 +88,3 @@ def distances(problem: Bf16Core, ranks: list[dict[str, np.ndarray]]) -> dict[str
         size = np.linalg.norm(truth["a_log_terms" if name == "a_log" else name])
         found[name] = float(np.linalg.norm(x.astype(np.float64) - truth[name]) / max(size, 1e-30))
     return found
-
-

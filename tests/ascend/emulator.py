@@ -235,9 +235,7 @@ def _need_h(h, b, hv, all_chunks, state_v_first):
     return np.swapaxes(read(h), -1, -2) if state_v_first else read(h)
 
 
-def npu_chunk_kda_fwd_finalize(
-    qg_scaled, aqk, v_new, h, *, output_layout="BSND", state_v_first=False, cu_seqlens=None, chunk_indices=None
-):
+def npu_chunk_kda_fwd_finalize(qg_scaled, aqk, v_new, h, *, output_layout="BSND", state_v_first=False, cu_seqlens=None, chunk_indices=None):
     calls.append("fwd_finalize")
     need(output_layout in ("BSND", "BNSD"), f"output_layout {output_layout} needs inputs without a batch axis")
     (qs, vn), (scores,) = _caches(("qg_scaled", "v_new"), (qg_scaled, v_new)), _caches(("aqk",), (aqk,), CHUNK)
@@ -444,9 +442,7 @@ class _ChunkKda(_Function):
         scale, v_first = options["scale"], options["state_v_first"]
         do = bf16(np.zeros(v_new.shape)) if d_out is None else ops.swapaxes(d_out, 1, 2)
         d_aqk, dv_local, dq_raw = npu_chunk_kda_bwd_prepare(aqk, v_new, do, h, scale=scale, state_v_first=v_first, **packing)
-        dh, dh0, scan = npu_chunk_kda_bwd_dhu(
-            qg, kg, w, do, dv_local, scale, gk=gk, h0=h0, dht=d_final, state_v_first=v_first, **packing
-        )
+        dh, dh0, scan = npu_chunk_kda_bwd_dhu(qg, kg, w, do, dv_local, scale, gk=gk, h0=h0, dht=d_final, state_v_first=v_first, **packing)
         all_chunks = sequences(v.shape[0], v.shape[2], packing["cu_seqlens"], packing["chunk_indices"])
         prepare, rep = options["prepare"], ctx.repeat
         hn = np.swapaxes(read(h), -1, -2) if v_first else read(h)

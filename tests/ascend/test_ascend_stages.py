@@ -12,6 +12,7 @@ from stage_chain import Chain
 
 from kcp import ops as kcp_ops
 from kcp.ops import backends
+from kcp.ops.backends import ascend
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
@@ -28,7 +29,7 @@ def within(found: dict[str, float], limit: float = BF16) -> None:
 
 
 OPS = {
-    "states": ({"initial_state": True, "d_final": True}, {"fwd_prepare", "fwd_h", "fwd_finalize", "bwd_prepare", "bwd_dhu", "bwd_finalize"}),
+    "states": ({"initial_state": True, "d_final": True}, set(ascend.CHAIN)),
     "recompute_v_first": ({"initial_state": True, "d_final": True, "disable_recompute": False, "state_v_first": True}, {"bwd_finalize"}),
     "grouped_batch": ({"Hv": 4, "B": 2, "d_final": True}, {"bwd_finalize"}),
     "packed_with_an_empty_sequence": ({"lens": (5, 0, 64, 66), "initial_state": True, "d_final": True}, {"bwd_finalize"}),
@@ -45,7 +46,8 @@ OPS = {
 def test_the_op(case):
     changes, used = OPS[case]
     problem = bf16_problem(**changes)
-    found = errors(run(problem), problem.truth(), entering=float(np.linalg.norm(problem.d_final_state)) if problem.d_final_state is not None else 0)
+    entering = 0.0 if problem.d_final_state is None else float(np.linalg.norm(problem.d_final_state))
+    found = errors(run(problem), problem.truth(), entering)
     assert used <= set(emulator.calls) and "chunk_kda" not in emulator.calls
     within(found)
 
@@ -98,7 +100,7 @@ def test_the_explicit_stages(case):
     problem = bf16_problem(5, **CHAINS[case])
     chain = Chain(problem, use_exp2=case != "natural_v_first")
     found = errors(chain.run(), problem.truth(), entering=float(np.linalg.norm(problem.d_final_state)))
-    assert {"fwd_prepare", "fwd_h", "fwd_finalize", "bwd_prepare", "bwd_dhu", "bwd_finalize"} <= set(emulator.calls)
+    assert set(ascend.CHAIN) <= set(emulator.calls)
     within(found)
     caches = chain.prepare()
     assert all(x.dtype == ms.float32 for x in caches.values())
@@ -124,7 +126,9 @@ def test_summaries(changes):
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize(("count", "rank", "forward"), [(0, 0, True), (1, 1, True), (3, 3, True), (0, 3, False), (1, 2, False), (2, 1, False)])
+@pytest.mark.parametrize(
+    ("count", "rank", "forward"), [(0, 0, True), (1, 1, True), (3, 3, True), (0, 3, False), (1, 2, False), (2, 1, False)]
+)
 def test_merge(count, rank, forward, v_first):
     """The merge kernel launches for one rank or more, whatever the old state holds."""
     rng = np.random.default_rng(7)

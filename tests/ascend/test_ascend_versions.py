@@ -43,7 +43,7 @@ def test_a_missing_symbol_disables_its_stage_alone(stage, caplog):
     within(errors(got, problem.truth()))
     announced = [r.message for r in caplog.records if "ascend backend" in r.message]
     assert len(announced) == 1 and f"; completed by the next backend: {stage} (" in announced[0]
-    said = [r.message for r in caplog.records if f"{stage} is served by native" in r.message or f"{stage} is served by composite" in r.message]
+    said = [r.message for r in caplog.records if f"kcp: {stage} is served by " in r.message]
     assert len(said) == 1 and all(text in said[0] for text in BRINGS)
 
 

@@ -23,8 +23,25 @@ CHAIN = ("fwd_prepare", "fwd_h", "fwd_finalize", "bwd_prepare", "bwd_dhu", "bwd_
 _MERGE = KdaOptions(1.0, safe_gate=True)  # K-first states
 _announced: list[str] = []
 
-__all__ = ["bwd_dhu", "bwd_finalize", "bwd_prepare", "fwd_finalize", "fwd_h", "fwd_prepare", "merge_fwd_bwd", "op_backward", "op_direct",
-           "op_forward", "op_stateless_forward", "pre_process_bwd", "pre_process_fwd", "prefix", "suffix", "unavailable", "use_correction"]  # fmt: skip
+__all__ = [
+    "bwd_dhu",
+    "bwd_finalize",
+    "bwd_prepare",
+    "fwd_finalize",
+    "fwd_h",
+    "fwd_prepare",
+    "merge_fwd_bwd",
+    "op_backward",
+    "op_direct",
+    "op_forward",
+    "op_stateless_forward",
+    "pre_process_bwd",
+    "pre_process_fwd",
+    "prefix",
+    "suffix",
+    "unavailable",
+    "use_correction",
+]
 
 
 def unavailable(stage: str) -> str | None:
@@ -277,7 +294,7 @@ def bwd_dhu(opts, q, k, w, d_o, dv, gk, dht, cu):
 
 
 def bwd_finalize(opts, *tensors):
-    """``(dq, dk, dv, dbeta, dg, dA_log, ddt_bias)`` of ``chunk_kda_bwd_finalize``; the caller's final-state correction is not part of it."""
+    """``(dq, dk, dv, dbeta, dg, dA_log, ddt_bias)`` of ``chunk_kda_bwd_finalize``, without the final-state correction."""
     return _public("bwd_finalize", opts, *tensors)
 
 

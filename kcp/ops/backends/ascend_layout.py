@@ -130,7 +130,8 @@ def chunk_axis(symbol, states_of_one_chunk_and_two_heads) -> int:
         shape = tuple(states_of_one_chunk_and_two_heads().shape)
         if shape not in ((1, 1, 2, WIDTH, WIDTH), (1, 2, 1, WIDTH, WIDTH)):
             raise RuntimeError(
-                f"{symbol.name} returns states of shape {shape} for one chunk and two heads; known are [B, Nc, Hv, K, V] and [B, Hv, Nc, K, V]"
+                f"{symbol.name} returns states of shape {shape} for one chunk and two heads; "
+                "known are [B, Nc, Hv, K, V] and [B, Hv, Nc, K, V]"
             )
         _chunk_axes[symbol.function] = 1 if shape[1] == 1 else 2
     return _chunk_axes[symbol.function]

@@ -173,7 +173,7 @@ def bwd_prepare(opts, aqk, v_new, d_o, h, cu):
 
 
 def pre_process_bwd(opts, q, k, w, d_o, dv, gk, cu):
-    """``[N, Hv, K, V + K]`` float32; the kernel takes one sequence a launch, and gk in bfloat16 (rounding it is worth up to 0.07 % of the state a chunk)."""
+    """``[N, Hv, K, V + K]`` float32; the kernel takes one sequence a launch and gk in bfloat16 (up to 0.07 % of the state a chunk)."""
     symbol = _symbol("pre_process_bwd")
     _sizes(opts, k.shape[-1], dv.shape[-1])
     packing = Packing.of(opts, cu, k.shape[0])
