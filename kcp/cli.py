@@ -93,7 +93,7 @@ examples:
 SELFTEST_HELP = """\
 Runs the op, its stages and context parallelism on this machine's device and holds
 them to a float64 recurrence, to golden results of a peer, and to one rank; then
-times the op. Takes about two minutes on two CPU cores. Everything is printed as it
+times the op. Takes about a minute on two CPU cores. Everything is printed as it
 comes, and written to one file: send that back from a machine with NPUs.
 
   golden results      in $KCP_SHARED/goldens, in a clone's tests/data, or --goldens
