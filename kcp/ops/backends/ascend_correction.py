@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from mindspore import ops
 
 from kcp.ops.backends import composite
+from kcp.ops.backends.ascend_layout import f32
 from kcp.ops.backends.chunk_math import batch_constant
 from kcp.ops.gates import l2_normalise_grad, log_decay_grad
 from kcp.ops.layouts import expand_heads, reduce_heads
@@ -64,34 +65,32 @@ def correct(opts, grads, k_hat, v, g, beta_eff, a_log, dt_bias, caches, dh, k_rs
     Returns:
         The seven gradients, float32.
     """
-    gk, akk, w, v_new, h = (composite._float32(x) for x in caches)
-    plan, index = composite._stage_plan(opts, cu, v.shape[2])
+    gk, akk, w, v_new, h = (f32(x) for x in caches)
+    plan, index = composite.stage_plan(opts, cu, v.shape[2])
 
     def split(x):
-        return plan.split(composite._float32(x), index)
+        return plan.split(f32(x), index)
 
     written = split(v) * ops.expand_dims(split(beta_eff), -1)
-    h, dh = ops.swapaxes(h, 1, 2), ops.swapaxes(composite._float32(dh), 1, 2)
+    h, dh = ops.swapaxes(h, 1, 2), ops.swapaxes(f32(dh), 1, 2)
     lost = matmul(split(akk), written) - matmul(split(w), h) - split(v_new)
     gk = plan.split(gk, index, True)
     to_end = exp2(gk[..., -1:, :] - gk)
     d_column = to_end * matmul(lost, dh, transpose_b=True)
-    k = split(expand_heads(composite._float32(k_hat), v.shape[1]))
+    k = split(expand_heads(f32(k_hat), v.shape[1]))
     strict = batch_constant("strict", akk.shape[-1], split(akk))
     da = plan.merge(matmul(strict, k * d_column), index)
 
     dk = reduce_heads(plan.merge(d_column, index), k_hat.shape[1])
     if opts.use_qk_l2norm_in_kernel:
-        dk = l2_normalise_grad(dk, composite._float32(k_hat), composite._float32(k_rstd))
+        dk = l2_normalise_grad(dk, f32(k_hat), f32(k_rstd))
     used_a_log, used_dt_bias = (a_log if opts.has_a_log else None), (dt_bias if opts.has_dt_bias else None)
-    dg, da_log, ddt_bias = log_decay_grad(
-        da, composite._float32(g), used_a_log, used_dt_bias, opts.use_gate_in_kernel, opts.safe_gate, opts.lower_bound
-    )
+    dg, da_log, ddt_bias = log_decay_grad(da, f32(g), used_a_log, used_dt_bias, opts.use_gate_in_kernel, opts.safe_gate, opts.lower_bound)
     return (
         grads[0],
-        composite._float32(grads[1]) + dk,
+        f32(grads[1]) + dk,
         *grads[2:4],
-        composite._float32(grads[4]) + dg,
+        f32(grads[4]) + dg,
         grads[5] if da_log is None else grads[5] + da_log,
         grads[6] if ddt_bias is None else grads[6] + ddt_bias.reshape(grads[6].shape),
     )
