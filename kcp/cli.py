@@ -96,11 +96,11 @@ them to a float64 recurrence, to golden results of a peer, and to one rank; then
 times the op. Takes about a minute on two CPU cores. Everything is printed as it
 comes, and written to one file: send that back from a machine with NPUs.
 
+  processes           2 (CPU); 2, 4 and 8, as many NPUs as there are (Ascend)
+  TP 2 x CP 2         4 processes
   golden results      in $KCP_SHARED/goldens, in a clone's tests/data, or --goldens
   routes and stages   the fused route, the chain of stages, every stage by hand
   one process         2, 4 and 8 ranks in lockstep, every strategy
-  processes           2 (CPU); 2, 4 and 8, as many NPUs as there are (Ascend)
-  TP 2 x CP 2         4 processes
   precision gate      final state alone in the loss, bfloat16: dk within 1 %
 
 Exit code 0: all passed; 1: something failed; 2: the device is not there.

@@ -131,6 +131,13 @@ def run(device: str, file: str | None = None, goldens: str | None = None, seeds:
 
     report = Report(target)
     _environment(report)
+    # processes first, while this one holds no NPU
+    for workers in (2,) if target == "CPU" else [n for n in (2, 4, 8) if n <= len(devices)]:
+        report.section(f"context parallelism among {workers} processes", lambda n=workers: _processes(target, n))
+    if target == "CPU" or len(devices) >= 4:
+        report.section("tensor x context parallelism among 4 processes", lambda: _processes(target, 4, 2))
+    else:
+        report.skip("tensor x context parallelism among 4 processes", f"it needs 4 NPUs, here are {len(devices)}")
     folder = find_goldens(goldens)
     title = "golden results of a peer (FLA's Triton kernels, bfloat16)"
     if folder is None:
@@ -139,12 +146,6 @@ def run(device: str, file: str | None = None, goldens: str | None = None, seeds:
         report.section(title, lambda: checks.goldens(folder, target))
     report.section("routes and stages against a float64 recurrence", checks.stages)
     report.section("context parallelism in one process", lambda: checks.lockstep_ranks(target))
-    for workers in (2,) if target == "CPU" else [n for n in (2, 4, 8) if n <= len(devices)]:
-        report.section(f"context parallelism among {workers} processes", lambda n=workers: _processes(target, n))
-    if target == "CPU" or len(devices) >= 4:
-        report.section("tensor x context parallelism among 4 processes", lambda: _processes(target, 4, 2))
-    else:
-        report.skip("tensor x context parallelism among 4 processes", f"it needs 4 NPUs, here are {len(devices)}")
     report.section("precision gate", lambda: checks.precision_gate(seeds))
     sizes = (tokens or 1024, 2) if target == "CPU" else (tokens or 8192, 32)
     report.section("timings (medians, for information)", lambda: checks.timings(*sizes))

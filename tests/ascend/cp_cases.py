@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mindspore as ms
 import numpy as np
 from core_cases import INPUTS, TOKEN_INPUTS, CoreProblem
-from emulator import stored
+from emulated_storage import stored
 from mindspore import ops
 
 from kcp.layers import KdaCore
