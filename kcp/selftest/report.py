@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -118,8 +119,6 @@ def run(device: str, file: str | None = None, goldens: str | None = None, seeds:
     target = DEVICES[device]
     devices = [name for name in os.listdir("/dev") if name.startswith("davinci") and name[7:].isdigit()] if target == "Ascend" else []
     if target == "Ascend" and not ms.hal.is_available("Ascend"):
-        import sys
-
         print("kcp: error: --device ascend: MindSpore finds no NPU here; allowed: cpu, or a machine with NPUs and CANN", file=sys.stderr)
         return 2
     ms.set_device(target)
