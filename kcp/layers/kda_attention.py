@@ -14,6 +14,7 @@ from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
 from kcp.layers.kda_core import KdaCore, KdaCoreConfig
+from kcp.layers.kda_health import HealthMeter
 from kcp.layers.linear import Linear
 from kcp.layers.norms import GatedRMSNorm
 from kcp.layers.short_conv import ShortConv
@@ -159,9 +160,20 @@ class KdaAttention(nn.Cell):
         self.o_proj = Linear(self.value_width, hidden, init_std=std)
         self.short_conv = ShortConv(group, config.conv_size)
         self.core = KdaCore(config.core(), group)
+        self.meter = HealthMeter(self.core.config, self.core.local_options(True, True))
 
     def construct(self, hidden_states, cu_seqlens=None):
-        x = hidden_states
+        q, k, v, g, beta, gate = self._inputs(hidden_states, cu_seqlens)
+        out, _ = self.core(q, k, v, g, beta, self.A_log.reshape((-1,)), self.dt_bias, cu_seqlens=cu_seqlens, output_final_state=False)
+        return self.o_proj(self.o_norm(out, gate).reshape(hidden_states.shape[:2] + (self.value_width,)))
+
+    def health(self, hidden_states, cu_seqlens=None):
+        """``[7]`` float32, the figures of :mod:`kcp.layers.kda_health` over this rank's slice; inputs as ``construct``'s."""
+        q, k, v, g, beta, gate = self._inputs(hidden_states, cu_seqlens)
+        return self.meter.measure(q, k, v, g, beta, self.A_log.reshape((-1,)), self.dt_bias, gate)
+
+    def _inputs(self, x, cu_seqlens):
+        """The core's q, k, v, g, beta, and the output gate before its sigmoid ``[B, T_local, Hv, V]``."""
         tokens = x.shape[:2]
         qkv = ops.concat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
         taps = ops.concat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight), 0)
@@ -173,8 +185,5 @@ class KdaAttention(nn.Cell):
         k = qkv[..., self.key_width : 2 * self.key_width].reshape(tokens + (self.num_heads, self.head_dim))
         v = qkv[..., 2 * self.key_width :].reshape(tokens + (self.num_v_heads, self.v_head_dim))
         g = self.f_b_proj(self.f_a_proj(x)).reshape(tokens + (self.num_v_heads, self.head_dim))
-        out, _ = self.core(
-            q, k, v, g, self.b_proj(x), self.A_log.reshape((-1,)), self.dt_bias, cu_seqlens=cu_seqlens, output_final_state=False
-        )
-        gate = self.g_b_proj(self.g_a_proj(x)).reshape(out.shape)
-        return self.o_proj(self.o_norm(out, gate).reshape(tokens + (self.value_width,)))
+        gate = self.g_b_proj(self.g_a_proj(x)).reshape(v.shape)
+        return q, k, v, g, self.b_proj(x), gate
