@@ -97,9 +97,9 @@ def test_other_sizes_are_another_backends():
 
 @pytest.mark.ci
 def test_two_processes():
-    """State scan and Ulysses among two processes, through ms.grad."""
+    """State scan, Ulysses, and Ulysses over the fused op, among two processes, through ms.grad."""
     outputs = run_workers(ROOT / "tests" / "ascend" / "_cp_worker.py", 2, timeout=240)
-    for strategy in ("state_scan", "ulysses"):
-        lines = [line for line in outputs[0].splitlines() if line.startswith(f"result {strategy} ")]
+    for case, count in (("state_scan", 10), ("ulysses", 10), ("fused", 8)):
+        lines = [line for line in outputs[0].splitlines() if line.startswith(f"result {case} ")]
         found = json.loads(lines[-1].split(" ", 2)[2])
-        assert len(found) == 10 and all(np.isfinite(e) and e <= BF16 for e in found.values()), (strategy, found)
+        assert len(found) == count and all(np.isfinite(e) and e <= BF16 for e in found.values()), (case, found)

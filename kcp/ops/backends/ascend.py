@@ -5,8 +5,12 @@
 without Hyper-Parallel installed: every stage is then unavailable, and says what to install. docs/ascend.md has the whole picture.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import mindspore as ms
 from mindspore import Tensor, ops
+from mindspore.graph.api import _pynative_executor
 from mindspore.ops import GradOperation
 
 from kcp.ops.backends import ascend_chain as chain
@@ -158,13 +162,25 @@ def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved
     return chain.backward_close(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, opened, d_final)
 
 
+@contextlib.contextmanager
+def _gradients_on() -> Iterator[None]:
+    """Gradients can be taken inside: a backward may itself run where they are off."""
+    before = _pynative_executor.enable_grad()
+    _pynative_executor.set_enable_grad(True)
+    try:
+        yield
+    finally:
+        _pynative_executor.set_enable_grad(before)
+
+
 def _fused_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, d_out):
     def out(q, k, v, g, beta, a_log, dt_bias):
         return _fused(opts, q, k, v, g, beta, a_log, dt_bias, cu)[0]
 
     if d_out is None:
         d_out = ops.zeros(out(q, k, v, g, beta, a_log, dt_bias).shape, v.dtype)
-    grads = GradOperation(get_all=True, sens_param=True)(out)(q, k, v, g, beta, a_log, dt_bias, ops.cast(d_out, v.dtype))
+    with _gradients_on():
+        grads = GradOperation(get_all=True, sens_param=True)(out)(q, k, v, g, beta, a_log, dt_bias, ops.cast(d_out, v.dtype))
     return *grads, initial_state - initial_state
 
 
