@@ -341,7 +341,7 @@ class KdaCore(nn.Cell):
         per_row = 0 if boundaries is None else num_documents // batch
         call = Call(batch, num_tokens, sizes["T"], rows, per_row, initial_state is not None, compiled)
         fields = self.local_options(a_log is not None, dt_bias is not None)
-        return build(c, group, self.group_parts, backends.select("chunk_kda"), fields, call)
+        return build(c, group, self.group_parts, backends.select("chunk_kda", compiled), fields, call)
 
     def local_options(self, has_a_log: bool, has_dt_bias: bool) -> dict:
         """Fields of :class:`~kcp.ops.options.KdaOptions` for the local op, but boundaries and states."""

@@ -4,8 +4,9 @@
     backward   local dE -> all-gather -> suffix with dM = M^T kept from the forward -> local backward
 
 What is exchanged does not depend on the number of tokens. A rank whose incoming state is known (a slice that starts a document, rank 0)
-computes its outgoing state alone, E without M; a rank where a document ends computes dE without dM (``documents.py`` has the rules). The
-last rank's forward and the first rank's backward summary are never needed; those ranks send zeros.
+computes its outgoing state alone, E without M; a rank where a document ends computes dE without dM (``documents.py`` has the rules). So
+the initial state and the final state's gradient are in the first rank's E and the last rank's dE, and prefix and suffix start from zero, as
+Hyper-Parallel's merge kernel does. The last rank's forward and the first rank's backward summary are never needed; those ranks send zeros.
 
 Ranks run different graphs, and a graph orders its collectives by data alone: ``ops.depend`` ties each exchange to the one before it.
 
@@ -60,6 +61,8 @@ class StateScan:
         self.has_initial_state = has_initial_state
         self.state_v_first = state_v_first
         self.keep_transitions = keep_transitions
+        self.prefix = getattr(backend, "prefix", summary.prefix)
+        self.suffix = getattr(backend, "suffix", summary.suffix)
         self.is_first = group.rank == 0
         self.is_last = group.rank == group.size - 1
         self.no_tokens = documents.num_tokens == 0
@@ -98,7 +101,7 @@ class StateScan:
         gathered = self.group.collectives.all_gather(own, STATE)
         crossing = own[..., :value_width]
         if self.documents.any_continues:
-            crossing = summary.prefix(gathered, self.group.rank, ops.zeros(crossing.shape, ms.float32))
+            crossing = self.prefix(gathered, self.group.rank, ops.zeros(crossing.shape, ms.float32))
         return crossing, gathered[..., value_width:], gathered
 
     def _exchange_backward(self, own, transitions, value_width):
@@ -108,7 +111,7 @@ class StateScan:
         if self.documents.any_open:
             d_m = gathered[..., value_width:] if transitions is None else ops.swapaxes(transitions, -1, -2)
             none = ops.zeros(crossing.shape, ms.float32)
-            crossing = summary.suffix(gathered[..., :value_width], d_m, self.group.rank, none)
+            crossing = self.suffix(gathered[..., :value_width], d_m, self.group.rank, none)
         return crossing, gathered
 
     def forward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, output_final_state):
