@@ -169,9 +169,10 @@ class KdaAttention(nn.Cell):
         if self.conv_bias:
             bias = ops.concat((self.q_conv1d.bias, self.k_conv1d.bias, self.v_conv1d.bias), 0)
         qkv = self.short_conv(qkv, taps, bias, cu_seqlens)
-        q = qkv[..., : self.key_width].reshape(tokens + (self.num_heads, self.head_dim))
-        k = qkv[..., self.key_width : 2 * self.key_width].reshape(tokens + (self.num_heads, self.head_dim))
-        v = qkv[..., 2 * self.key_width :].reshape(tokens + (self.num_v_heads, self.v_head_dim))
+        q, k, v = ops.split(qkv, (self.key_width, self.key_width, self.value_width), -1)
+        q = q.reshape(tokens + (self.num_heads, self.head_dim))
+        k = k.reshape(tokens + (self.num_heads, self.head_dim))
+        v = v.reshape(tokens + (self.num_v_heads, self.v_head_dim))
         g = self.f_b_proj(self.f_a_proj(x)).reshape(tokens + (self.num_v_heads, self.head_dim))
         out, _ = self.core(
             q, k, v, g, self.b_proj(x), self.A_log.reshape((-1,)), self.dt_bias, cu_seqlens=cu_seqlens, output_final_state=False

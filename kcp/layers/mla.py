@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
+from kcp.layers.fused import layer_cell, serves
 from kcp.layers.linear import Linear
 from kcp.layers.norms import RMSNorm
 from kcp.layers.short_conv import tokens_into_document
@@ -81,6 +82,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int, into) -> Tenso
     if q.shape[1] == 0:
         return v[:, :0]
     q, k, v = ops.transpose(q, (0, 2, 1, 3)), ops.transpose(k, (0, 2, 1, 3)), ops.transpose(v, (0, 2, 1, 3))
+    if serves(q.shape):
+        return ops.transpose(_attention_by_blocks(q, k, v, begin, into), (0, 2, 1, 3))
     distance = _distances(begin, begin + q.shape[2], k.shape[2])
     seen = distance >= 0
     if into is not None:
@@ -91,6 +94,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int, into) -> Tenso
     weights = numerics.exp(scores - ops.stop_gradient(scores.max(-1, keepdims=True))) * visible
     weights = weights / weights.sum(-1, keepdims=True)
     return ops.transpose(numerics.matmul(weights, v), (0, 2, 1, 3))
+
+
+@constexpr
+def _query_blocks(num_queries: int) -> tuple:
+    """``(first, last)`` of blocks of queries, at most 16 and at least 256 queries each."""
+    size = max(256, -(-num_queries // 16))
+    return tuple((first, min(first + size, num_queries)) for first in range(0, num_queries, size))
+
+
+def _attention_by_blocks(q, k, v, begin, into):
+    """:func:`causal_attention` for head-major tensors, a block of queries at a time against the keys up to the block's end."""
+    outs = ()
+    nothing = ops.zeros((1,), ms.int32)
+    for first, last in _query_blocks(q.shape[2]):
+        end = begin + last
+        scores = numerics.matmul(q[:, :, first:last], k[:, :, :end], transpose_b=True)
+        weights = layer_cell("Softmax", begin + first, into is not None)(scores, nothing if into is None else into[:, first:last])
+        outs = outs + (numerics.matmul(weights, v[:, :, :end]),)
+    return outs[0] if len(outs) == 1 else ops.concat(outs, 2)
 
 
 class MultiLatentAttention(nn.Cell):

@@ -8,6 +8,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
+from kcp.layers.fused import MAX_TAPS, layer_cell, serves
 from kcp.ops.numerics import silu
 from kcp.parallel.halo import Halo
 
@@ -60,20 +61,19 @@ class ShortConv(nn.Cell):
         self.group = group
         self.size = size
         self.halo = Halo(group, size - 1)
+        self.no_bias, self.no_boundary = Tensor([0.0], ms.float32), Tensor([0], ms.int32)
 
     def construct(self, x, weight, bias=None, cu_seqlens=None):
         num_tokens = x.shape[1]
         dtype = x.dtype
         x = ops.cast(x, ms.float32)
+        if 1 < self.size <= MAX_TAPS and serves(x.shape):
+            return ops.cast(self._fused(x, weight, bias, cu_seqlens), dtype)
         taps = weight.reshape(weight.shape[0], self.size)
         y = x * taps[:, self.size - 1]
         if self.size > 1:
             extended = ops.concat((self.halo(x), x), 1)
-            into = None
-            if cu_seqlens is not None:
-                lengths = self.group.lengths(num_tokens)
-                begin = sum(lengths[: self.group.rank])
-                into = tokens_into_document(begin, begin + num_tokens, cu_seqlens)
+            into = self._into(num_tokens, cu_seqlens)
             for d in range(1, self.size):
                 earlier = extended[:, self.size - 1 - d : self.size - 1 - d + num_tokens]
                 if into is not None:
@@ -82,3 +82,16 @@ class ShortConv(nn.Cell):
         if bias is not None:
             y = y + bias
         return ops.cast(silu(y), dtype)
+
+    def _fused(self, x, weight, bias, cu_seqlens):
+        into = self._into(x.shape[1], cu_seqlens)
+        return layer_cell("Conv", bias is not None, into is not None)(
+            x, self.halo(x), weight, self.no_bias if bias is None else bias, self.no_boundary if into is None else into
+        )
+
+    def _into(self, num_tokens, cu_seqlens):
+        """:func:`tokens_into_document` of this rank's slice; None without boundaries."""
+        if cu_seqlens is None:
+            return None
+        begin = sum(self.group.lengths(num_tokens)[: self.group.rank])
+        return tokens_into_document(begin, begin + num_tokens, cu_seqlens)
