@@ -162,20 +162,35 @@ class KdaAttention(nn.Cell):
 
     def construct(self, hidden_states, cu_seqlens=None):
         x = hidden_states
-        tokens = x.shape[:2]
-        qkv = ops.concat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
+        taps, bias = self.taps()
+        out, _ = self.attend(x, self.short_conv(self.project(x), taps, bias, cu_seqlens), None, cu_seqlens, False)
+        return self.close(x, out)
+
+    def project(self, x):
+        """q, k and v before the convolutions, side by side ``[B, T, widths]``."""
+        return ops.concat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
+
+    def taps(self):
+        """Weights ``[widths, 1, size]`` of the three convolutions, and their biases or None."""
         taps = ops.concat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight), 0)
         bias = None
         if self.conv_bias:
             bias = ops.concat((self.q_conv1d.bias, self.k_conv1d.bias, self.v_conv1d.bias), 0)
-        qkv = self.short_conv(qkv, taps, bias, cu_seqlens)
+        return taps, bias
+
+    def attend(self, x, qkv, initial_state, cu_seqlens, output_final_state):
+        """The core on convolved ``qkv``, with the gates of x: ``(out [B, T, Hv, V], final state or None)``."""
+        tokens = x.shape[:2]
         q, k, v = ops.split(qkv, (self.key_width, self.key_width, self.value_width), -1)
         q = q.reshape(tokens + (self.num_heads, self.head_dim))
         k = k.reshape(tokens + (self.num_heads, self.head_dim))
         v = v.reshape(tokens + (self.num_v_heads, self.v_head_dim))
         g = self.f_b_proj(self.f_a_proj(x)).reshape(tokens + (self.num_v_heads, self.head_dim))
-        out, _ = self.core(
-            q, k, v, g, self.b_proj(x), self.A_log.reshape((-1,)), self.dt_bias, cu_seqlens=cu_seqlens, output_final_state=False
-        )
+        return self.core(
+            q, k, v, g, self.b_proj(x), self.A_log.reshape((-1,)), self.dt_bias, initial_state, cu_seqlens, output_final_state
+        )  # fmt: skip
+
+    def close(self, x, out):
+        """Gated norm and output projection."""
         gate = self.g_b_proj(self.g_a_proj(x)).reshape(out.shape)
-        return self.o_proj(self.o_norm(out, gate).reshape(tokens + (self.value_width,)))
+        return self.o_proj(self.o_norm(out, gate).reshape(x.shape[:2] + (self.value_width,)))

@@ -160,13 +160,11 @@ class MultiLatentAttention(nn.Cell):
     def construct(self, hidden_states, cu_seqlens=None):
         x = hidden_states
         tokens = x.shape[:2]
-        q = (ops.cast(self.q_proj(x), ms.float32) * self.scale).reshape(tokens + (self.num_heads, self.nope + self.rope))
-        latent = ops.cast(self.kv_a_proj_with_mqa(x), ms.float32)
-        latent = ops.concat((self.kv_a_layernorm(latent[..., : self.rank_width]), latent[..., self.rank_width :]), -1)
+        q, latent = self.queries_and_latent(x)
         lengths = self.group.lengths(tokens[1])
         begin, total = sum(lengths[: self.group.rank]), sum(lengths)
         if self.ulysses:
-            k, v = self._keys_and_values(latent)
+            k, v = self.keys_and_values(latent)
             whole = self.to_heads(ops.concat((q, k, v), -1))
             width = self.nope + self.rope
             q, k, v = whole[..., :width], whole[..., width : 2 * width], whole[..., 2 * width :]
@@ -175,14 +173,20 @@ class MultiLatentAttention(nn.Cell):
         else:
             if self.group.size > 1:
                 latent = self.gather(latent)
-            k, v = self._keys_and_values(latent)
+            k, v = self.keys_and_values(latent)
             out = causal_attention(q, k, v, begin, self._into(begin, begin + tokens[1], cu_seqlens))
         return self.o_proj(ops.cast(out.reshape(tokens + (self.num_heads * self.value_width,)), x.dtype))
+
+    def queries_and_latent(self, x):
+        """Scaled queries ``[B, T, H, nope + rope]`` and the latent ``[c | k_r]`` ``[B, T, rank + rope]``, float32."""
+        q = (ops.cast(self.q_proj(x), ms.float32) * self.scale).reshape(x.shape[:2] + (self.num_heads, self.nope + self.rope))
+        latent = ops.cast(self.kv_a_proj_with_mqa(x), ms.float32)
+        return q, ops.concat((self.kv_a_layernorm(latent[..., : self.rank_width]), latent[..., self.rank_width :]), -1)
 
     def _into(self, begin, end, cu_seqlens):
         return None if cu_seqlens is None else tokens_into_document(begin, end, cu_seqlens)
 
-    def _keys_and_values(self, latent):
+    def keys_and_values(self, latent):
         """``(k [B, T, H, nope + rope], v [B, T, H, V])`` from ``[c | k_r]``."""
         tokens = latent.shape[:2]
         up = self.kv_b_proj(latent[..., : self.rank_width]).reshape(tokens + (self.num_heads, self.nope + self.value_width))

@@ -64,16 +64,23 @@ class ShortConv(nn.Cell):
         self.no_bias, self.no_boundary = Tensor([0.0], ms.float32), Tensor([0], ms.int32)
 
     def construct(self, x, weight, bias=None, cu_seqlens=None):
+        halo = self.halo(ops.cast(x, ms.float32)) if self.size > 1 else None
+        return self.convolve(x, halo, weight, bias, self._into(x.shape[1], cu_seqlens))
+
+    def convolve(self, x, halo, weight, bias=None, into=None):
+        """The convolution after the tokens ``halo [B, size-1, D]``; ``into`` as :func:`tokens_into_document` gives it, or None."""
         num_tokens = x.shape[1]
         dtype = x.dtype
         x = ops.cast(x, ms.float32)
         if 1 < self.size <= MAX_TAPS and serves(x.shape):
-            return ops.cast(self._fused(x, weight, bias, cu_seqlens), dtype)
+            y = layer_cell("Conv", bias is not None, into is not None)(
+                x, halo, weight, self.no_bias if bias is None else bias, self.no_boundary if into is None else into
+            )
+            return ops.cast(y, dtype)
         taps = weight.reshape(weight.shape[0], self.size)
         y = x * taps[:, self.size - 1]
         if self.size > 1:
-            extended = ops.concat((self.halo(x), x), 1)
-            into = self._into(num_tokens, cu_seqlens)
+            extended = ops.concat((halo, x), 1)
             for d in range(1, self.size):
                 earlier = extended[:, self.size - 1 - d : self.size - 1 - d + num_tokens]
                 if into is not None:
@@ -82,12 +89,6 @@ class ShortConv(nn.Cell):
         if bias is not None:
             y = y + bias
         return ops.cast(silu(y), dtype)
-
-    def _fused(self, x, weight, bias, cu_seqlens):
-        into = self._into(x.shape[1], cu_seqlens)
-        return layer_cell("Conv", bias is not None, into is not None)(
-            x, self.halo(x), weight, self.no_bias if bias is None else bias, self.no_boundary if into is None else into
-        )
 
     def _into(self, num_tokens, cu_seqlens):
         """:func:`tokens_into_document` of this rank's slice; None without boundaries."""
