@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from kcp import config_checks
-from kcp.config_checks import LOADER
+from kcp.config_checks import LOADER, RECALL_LOADER
 from kcp.config_fields import Problems, Section, nearest, show
 
 STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid", "auto")
@@ -315,7 +315,7 @@ def _data(top: Section) -> DataOptions:
     kind = loader.text("type", "")
     if kind != LOADER:
         near = nearest(kind, [LOADER])
-        if near or not kind:
+        if kind != RECALL_LOADER and (near or not kind):
             top.problems.add("train_dataset.data_loader.type", kind, f"did you mean {LOADER}?")
         return DataOptions(loader=kind)
     options = DataOptions(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kcp.config import ModelOptions, RunConfig
 
 LOADER = "KcpTextDataset"
+RECALL_LOADER = "KcpRecallDataset"
 WRAPPER = "KcpTrainOneStepCell"
 COLUMNS = ("input_ids", "labels", "loss_mask", "cu_seqlens")
 BYTE_VOCABULARY = 259

@@ -10,6 +10,7 @@ from mindspore import dataset as ds
 
 from kcp.config_checks import COLUMNS
 from kcp.data.packing import EpochView, PackedSamples
+from kcp.data.recall import RecallOptions, RecallSamples
 from kcp.data.text import STDLIB, TextCorpus
 
 
@@ -67,4 +68,44 @@ class KcpTextDataset:
             num_samples=num_samples,
         )
         view = EpochView(samples, workers // context_parallel, rank // context_parallel)
+        return ds.GeneratorDataset(view, list(COLUMNS), shuffle=False, num_parallel_workers=1, python_multiprocessing=False)
+
+
+@MindFormerRegister.register(MindFormerModuleType.DATASET_LOADER)
+class KcpRecallDataset:
+    """Associative recall for `CausalLanguageModelDataset`, the columns of `KcpTextDataset`; the samples come in order, short documents first.
+
+    Args:
+        seq_length, num_samples, shortest, whole, queries, max_documents, seed: see `kcp.data.recall.RecallOptions`.
+        context_parallel, column_names, num_shards, shard_id, python_multiprocessing, num_parallel_workers, batch_size: as in
+            `KcpTextDataset`.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+
+    def __new__(
+        cls,
+        seq_length: int = 4352,
+        num_samples: int = 1024,
+        context_parallel: int = 1,
+        shortest: int = 128,
+        whole: float = 0.5,
+        queries: int = 24,
+        max_documents: int = 64,
+        seed: int = 0,
+        column_names: Sequence[str] = COLUMNS,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+        python_multiprocessing: bool = False,
+        num_parallel_workers: int = 1,
+        batch_size: int = 1,
+    ) -> Any:
+        if tuple(column_names) != COLUMNS:
+            raise ValueError(f"train_dataset.input_columns = {list(column_names)}: {list(COLUMNS)} is needed")
+        workers, rank = num_shards or 1, shard_id or 0
+        if context_parallel < 1 or workers % context_parallel:
+            raise ValueError(f"context_parallel = {context_parallel}: a divisor of the {workers} workers is needed")
+        options = RecallOptions(seq_length, num_samples, shortest, whole, queries, max_documents, seed)
+        view = EpochView(RecallSamples(options), workers // context_parallel, rank // context_parallel)
         return ds.GeneratorDataset(view, list(COLUMNS), shuffle=False, num_parallel_workers=1, python_multiprocessing=False)
