@@ -33,14 +33,13 @@ examples:
 """
 
 PROFILE_HELP = """\
-Runs a few training steps of CONFIG in this process, as one of its ranks would
-compute them (without the other ranks), under MindSpore's profiler, and prints the
-time of a step by layer and by operator; then the exchanges of a layer, with what
-kcp plan predicts of their bytes and time.
+Starts CONFIG's workers, times every kind of layer alone (compiled, with the run's
+shapes, all ranks taking part) and the whole training step, and counts what a layer
+exchanges: bytes by purpose, and the time that as many bytes take.
 
 examples:
   kcp profile configs/tiny_hybrid_cp2.yaml
-  kcp profile configs/tiny_1p.yaml --steps 3 --json profile.json
+  kcp profile configs/tiny_1p.yaml --steps 20 --json profile.json
 """
 
 
@@ -64,7 +63,7 @@ def add_commands(commands, style: dict) -> None:
 
     profile = commands.add_parser("profile", help="where a training step's time goes", description=PROFILE_HELP, **style)
     profile.add_argument("config", metavar="CONFIG", help="MindFormers YAML file")
-    profile.add_argument("--steps", type=_count, default=3, metavar="N", help="steps that are measured (default: %(default)s)")
+    profile.add_argument("--steps", type=_count, default=5, metavar="N", help="repetitions that are measured (default: %(default)s)")
     profile.add_argument("--json", metavar="FILE", help="write all figures to this file")
     profile.set_defaults(command=run_profile)
 
@@ -113,9 +112,13 @@ def run_profile(options: argparse.Namespace) -> int:
         return _refuse(*error.problems)
     if run.training.device_target != "CPU":
         return _refuse(f"context.device_target = {run.training.device_target!r}: kcp profile runs on the CPU; use MindSpore's own profiler")
+    from kcp.launch import LaunchError
     from kcp.profile import profile_run, profile_text
 
-    figures = profile_run(run, options.steps)
+    try:
+        figures = profile_run(run, options.steps)
+    except LaunchError as error:
+        return _refuse(str(error))
     print(profile_text(figures))
     if options.json:
         import json

@@ -10,6 +10,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 68em; 
 h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.15em; margin: 2em 0 .5em; border-bottom: 1px solid #d8dee4; }
 .sub { color: #57606a; margin-top: .2em; } .tiles { display: flex; flex-wrap: wrap; gap: .8em; margin: 1.2em 0; }
 .tile { border: 1px solid #d8dee4; border-radius: 6px; padding: .5em .9em; } .tile b { display: block; font-size: 1.25em; }
-.tile span { color: #57606a; font-size: .85em; } .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(30em, 1fr)); gap: 1em; }
+.tile span { color: #57606a; font-size: .85em; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(30em, 1fr)); gap: 1em; }
 figure { margin: 0; } svg { width: 100%; height: auto; } pre { background: #f6f8fa; padding: 1em; overflow-x: auto; font-size: .85em; }
 .bad { color: #b42318; }
 """
@@ -204,13 +206,14 @@ def _layer_plots(rows: Sequence[dict[str, Any]], group: str, titles: dict[str, s
         layers = [layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in range(_MOST_LAYERS)]
     plots = []
     for key, title in titles.items():
-        lines = {
-            layer.replace("_", " "): _series(rows, key, lambda row, layer=layer: ((row.get(group) or {}).get(layer) or {}).get(key))
-            for layer in layers
-        }
+        lines = {layer.replace("_", " "): _series(rows, key, partial(_figure, group, layer, key)) for layer in layers}
         if any(lines.values()):
             plots.append(_plot(title, lines, ()))
     return plots
+
+
+def _figure(group: str, layer: str, key: str, row: dict[str, Any]) -> Any:
+    return ((row.get(group) or {}).get(layer) or {}).get(key)
 
 
 def _plot(title: str, lines: dict[str, list[tuple[int, float]]], marks: Sequence[str]) -> str:

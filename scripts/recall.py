@@ -2,8 +2,8 @@
 """Trains the associative-recall task of a configuration and draws accuracy by distance, with a window of tokens for comparison.
 
 The run is that of ``kcp train CONFIG`` (same model, data, wrapper, optimizer), started by kcp's launcher in as many processes as CONFIG
-asks for; afterwards the ranks answer documents that were not trained on, still sharing every sample, and rank 0 answers them a second
-time from the last WINDOW tokens before each query alone: the same weights, but nothing older can be known.
+asks for; afterwards the ranks answer documents that were not trained on, still sharing every sample, and answer them a second time from
+the last WINDOW tokens before each query alone: the same weights, but nothing older can be known.
 
     python scripts/recall.py [configs/recall_cp2.yaml] [--window 512] [--svg docs/images/recall.svg] [--json recall.json]
 """
@@ -82,9 +82,9 @@ def worker(args):
     answers = answer(model, args, fields["seq_length"])
     folder = Path(args.rank_folder)
     found = {"answers": answers, "seconds": seconds, "steps": steps, "losses": losses, "tokens": steps * batch * fields["seq_length"]}
-    if rank == 0:
-        found["windowed"] = answer_windows(model, args, options, fields["seq_length"])
+    found["windowed"] = answer_windows(model, args, options, fields["seq_length"])
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    model.group.collectives.all_reduce(ms.Tensor([1.0]), "state").asnumpy()  # nobody leaves before the others are done
     return 0
 
 
@@ -109,7 +109,7 @@ def answer(model, args, length):
 
 
 def answer_windows(trained, args, options, length):
-    """The same from the last ``args.window`` tokens before each query, on one rank."""
+    """The same from the last ``args.window`` tokens before each query; every rank answers some of the documents, alone."""
     import mindspore as ms
     import numpy as np
 
@@ -122,7 +122,7 @@ def answer_windows(trained, args, options, length):
     for mine, theirs in zip(model.get_parameters(), trained.get_parameters(), strict=True):
         mine.set_data(theirs)
     found = []
-    for tokens, labels, distance in documents(args, length):
+    for tokens, labels, distance in documents(args, length)[trained.group.rank :: trained.group.size]:
         places = np.flatnonzero(distance)
         windows = np.full((len(places), args.window), KEYS + VALUES, np.int32)  # a filler where the document has not begun
         for row, at in enumerate(places):
@@ -188,7 +188,7 @@ def main():
     figures = {
         "context_parallel": run.parallel.context_parallel, "strategy": run.model.kda_cp_strategy, "window": args.window,
         "seconds": ranks[0]["seconds"], "steps": ranks[0]["steps"], "tokens": ranks[0]["tokens"],
-        "accuracy": by_octave(answers), "windowed": by_octave(ranks[0]["windowed"]), "losses": ranks[0]["losses"],
+        "accuracy": by_octave(answers), "windowed": by_octave([pair for rank in ranks for pair in rank["windowed"]]), "losses": ranks[0]["losses"],
     }  # fmt: skip
     print(f"trained in {figures['seconds']:.0f} s, {figures['steps']} steps, {figures['tokens']} tokens")
     print(f"{'distance':>12} {'asked':>6} {'right %':>8} {'window %':>9}")

@@ -73,7 +73,7 @@ class KcpTextDataset:
 
 @MindFormerRegister.register(MindFormerModuleType.DATASET_LOADER)
 class KcpRecallDataset:
-    """Associative recall for `CausalLanguageModelDataset`, the columns of `KcpTextDataset`; the samples come in order, short documents first.
+    """Associative recall with the columns of `KcpTextDataset`; the samples come in order, short documents first.
 
     Args:
         seq_length, num_samples, shortest, whole, queries, max_documents, seed: see `kcp.data.recall.RecallOptions`.

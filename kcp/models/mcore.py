@@ -1,4 +1,4 @@
-"""KDA and MLA layers inside MindFormers' stock mcore ``GPTModel``: attention cells for its ``ModuleSpec``, and a block spec that mixes them.
+"""KDA and MLA layers inside MindFormers' stock mcore ``GPTModel``: cells for its ``ModuleSpec``, and a block spec that mixes them.
 
     spec = hybrid_block_spec(config, ["linear_attention", "linear_attention", "full_attention"], kda, mla)
     model = GPTModel(config, spec, vocab_size, max_sequence_length, position_embedding_type="none")
