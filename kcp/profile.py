@@ -149,8 +149,10 @@ class _Worker:
         def total(*inputs):
             return (cell(*inputs) * self.hidden).sum()
 
-        both = ms.jit(ms.value_and_grad(total, 0, weights))
-        forward = ms.jit(lambda *inputs: cell(*inputs))
+        def output(*inputs):
+            return cell(*inputs)
+
+        both, forward = ms.jit(ms.value_and_grad(total, 0, weights)), ms.jit(output)
         seconds = _median(lambda: forward(*inputs).asnumpy(), self.steps)
         return {"forward": seconds, "backward": max(0.0, _median(lambda: both(*inputs)[0].asnumpy(), self.steps) - seconds)}
 

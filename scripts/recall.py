@@ -185,10 +185,11 @@ def main():
             return code
         ranks = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(run.world_size)]
     answers = [pair for rank in ranks for pair in rank["answers"]]
+    windowed = [pair for rank in ranks for pair in rank["windowed"]]
     figures = {
         "context_parallel": run.parallel.context_parallel, "strategy": run.model.kda_cp_strategy, "window": args.window,
         "seconds": ranks[0]["seconds"], "steps": ranks[0]["steps"], "tokens": ranks[0]["tokens"],
-        "accuracy": by_octave(answers), "windowed": by_octave([pair for rank in ranks for pair in rank["windowed"]]), "losses": ranks[0]["losses"],
+        "accuracy": by_octave(answers), "windowed": by_octave(windowed), "losses": ranks[0]["losses"],
     }  # fmt: skip
     print(f"trained in {figures['seconds']:.0f} s, {figures['steps']} steps, {figures['tokens']} tokens")
     print(f"{'distance':>12} {'asked':>6} {'right %':>8} {'window %':>9}")
