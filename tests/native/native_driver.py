@@ -98,8 +98,8 @@ class Problem:
         self.sequences = len(lengths)
         begin, end = options.heads
         self.range = (end - begin) if end else heads
-        chunks = int(np.sum(-(-lengths // CHUNK)))
-        slot = padded(key) * padded(value) + CHUNK * padded(value) + 2 * CHUNK * CHUNK
+        chunks = int(np.sum(-(-lengths // options.chunk)))
+        slot = padded(key) * padded(value) + options.chunk * (padded(value) + 2 * CHUNK)
         self.with_cache = cache
         self.cache = np.full(chunks * self.range * slot + CACHE_HEADER if cache else 1, np.nan, np.float32)
 

@@ -122,9 +122,9 @@ static std::vector<Array> fused(const Shape& s, bool saved, bool stages) {
         cu({(int64_t)(s.bounds.empty() ? 1 : s.bounds.size())}, "int32");
   for (size_t i = 0; i < s.bounds.size(); i++) ((int32_t*)cu.bytes.data())[i] = s.bounds[i];
   const int base = 1 + 2 + 4 + (s.bounds.empty() ? 0 : 8), cached = saved ? 32 : 0;
-  const int64_t slot = padded(K) * padded(V) + 64 * padded(V) + 2 * 64 * 64;
+  const int64_t slot = padded(K) * padded(V) + s.chunk * (padded(V) + 2 * 64);
   Array out({B, T, H, V}, s.dtype), ht({N, H, K, V}),
-      cache({saved ? (s.bounds.empty() ? B : 1) * chunks_of(s, 64) * H * slot + 32 : 1});
+      cache({saved ? (s.bounds.empty() ? B : 1) * chunks_of(s, s.chunk) * H * slot + 32 : 1});
   Array forward = options(s, base + 16 + cached), backward = options(s, base + 64 + cached);
   expect(call(kcp_forward, {&forward, &q, &k, &v, &g, &beta, &a_log, &bias, &h0, &cu, &out, &ht, &cache}) == 0,
          "forward");

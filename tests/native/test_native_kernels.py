@@ -50,6 +50,9 @@ OPTIONS = {
     "given_beta": (dict(beta_sigmoid=False), dict(tokens=130, beta_range=(0.0, 1.0))),
     "beta_two": (dict(beta_sigmoid=False), dict(tokens=130, beta_range=(1.0, 2.0))),
     "bound_1": (dict(lower_bound=-1.0), dict(tokens=130)),
+    "chunk_16": (dict(chunk=16), dict(tokens=130, heads=4, key_heads=2)),
+    "chunk_32_pack": (dict(chunk=32), dict(tokens=0, lengths=(20, 0, 65, 1, 130, 64, 0))),
+    "chunk_16_one_head": (dict(chunk=16), dict(tokens=400, heads=1)),
     "scale_epsilon": (dict(scale=0.3, epsilon=0.5), dict(tokens=70)),
 }
 

@@ -8,8 +8,6 @@ from mindspore import Tensor
 from kcp.ops import backends
 from kcp.parallel import CpGroup, lockstep
 
-CHUNKS = {"composite": 16, "native": 64}  # the native kernels' chunk is always 64
-
 
 class _OneContribution(CoreProblem):
     """The whole gradient of the final states comes from rank 0: a sum of thirds would be rounded."""
@@ -30,10 +28,9 @@ class _OneContribution(CoreProblem):
     ],
     ids=["W2", "W5-empty-slice", "W8", "packed-W3", "packed-off-the-borders"],
 )
-@pytest.mark.parametrize("backend", [pytest.param("composite", marks=pytest.mark.ci), "native"])
-def test_same_bits_as_one_device(lengths, cu_seqlens, backend):
+@pytest.mark.parametrize(("backend", "chunk"), [pytest.param("composite", 16, marks=pytest.mark.ci), ("native", 16), ("native", 64)])
+def test_same_bits_as_one_device(lengths, cu_seqlens, backend, chunk):
     """Chunks are a document's own: the last case cuts documents that begin at 5 and 21 at 21 and 37."""
-    chunk = CHUNKS[backend]
     lengths = tuple(n * chunk // 16 for n in lengths)
     rows = None if cu_seqlens is None else tuple(tuple(c * chunk // 16 for c in row) for row in cu_seqlens)
     options = {"chunk_size": chunk}

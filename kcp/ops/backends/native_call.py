@@ -1,6 +1,9 @@
 """How MindSpore calls the native kernels: the library, its custom operators and the options tensor (``native/call.h``)."""
 
+import ctypes
+import os
 import struct
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -35,9 +38,23 @@ def pack_options(opts, present: int, heads: tuple[int, int] = (0, 0), layout: st
     return Tensor(np.array(numbers, np.int64))
 
 
+@lru_cache(1)
+def library() -> ctypes.CDLL:
+    """The kernels' library, told how many threads the user asked OpenMP for.
+
+    Importing MindSpore puts ``OMP_NUM_THREADS=1`` into the C environment where the user set none; ``os.environ`` still has the user's
+    word. ``KCP_NUM_THREADS`` goes before it.
+    """
+    loaded = ctypes.CDLL(str(LIBRARY))
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    loaded.kcp_set_default_threads(int(asked) if asked.isdigit() else 0)
+    return loaded
+
+
 def custom(name, shapes, dtypes, key):
     """The operator of entry point ``name``. ``key`` tells apart operators whose outputs differ for inputs of the same shapes: MindSpore
     remembers what it inferred by name, attributes and inputs."""
+    library()
     op = ops.Custom(f"{LIBRARY}:{name}", out_shape=shapes, out_dtype=dtypes, func_type="aot")
     op.add_prim_attr("kcp_options", key)
     return op

@@ -27,7 +27,7 @@ from kcp.ops.backends.native_call import (
     sizes,
 )
 
-CHUNK = 64  # the fused kernels' own chunk; chunk_size changes rounding only
+LONGEST_CHUNK = 64  # row length of the saved Aqk and Akk
 LANE = 32
 CACHE_HEADER = 32
 
@@ -76,14 +76,14 @@ class _Operators:
         """Floats of the forward's cache: h, v_new, Aqk and Akk of every chunk and head."""
         if not self.opts.disable_recompute:
             return 1
-        cu = self.opts.cu_seqlens
+        cu, chunk = self.opts.cu_seqlens, self.opts.chunk_size
         if isinstance(cu, tuple):
-            chunks = sum(-(-(e - b) // CHUNK) for b, e in zip(cu[:-1], cu[1:], strict=True))
+            chunks = sum(-(-(e - b) // chunk) for b, e in zip(cu[:-1], cu[1:], strict=True))
         elif cu == "tensor":
-            chunks = min((tokens + num_sequences * (CHUNK - 1)) // CHUNK, tokens)
+            chunks = min((tokens + num_sequences * (chunk - 1)) // chunk, tokens)
         else:
-            chunks = batch * -(-tokens // CHUNK)
-        return chunks * heads * (_padded(key) * _padded(value) + CHUNK * _padded(value) + 2 * CHUNK * CHUNK) + CACHE_HEADER
+            chunks = batch * -(-tokens // chunk)
+        return chunks * heads * (_padded(key) * _padded(value) + chunk * (_padded(value) + 2 * LONGEST_CHUNK)) + CACHE_HEADER
 
     def _forward_shapes(self, options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
         count, batch, tokens, heads, _, key, value = self._sizes(k, v, cu)

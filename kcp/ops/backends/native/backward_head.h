@@ -83,16 +83,16 @@ KCP_INLINE void gather_d_out(const Problem& p, const Sequence& s, long head, lon
 KCP_NOINLINE void backward_chunk(const Problem& p, long n, long head, long i, const SavedChunk& saved,
                                  const float* before, bool advance, BackwardScratch& w) {
   const Sequence& s = p.sequences[n];
-  const long t = s.begin + i * kMaxChunk, Vp = p.value_padded, V = p.value_width;
+  const long t = s.begin + i * p.chunk, Vp = p.value_padded, V = p.value_width;
   Chunk& c = w.chunk;
-  prepare_chunk<true>(p, s, head, t, chunk_tokens(s, i), c);
+  prepare_chunk<true>(p, s, head, t, chunk_tokens(p, s, i), c);
   gather_d_out(p, s, head, t, 0, (int)V, (int)Vp, w);
   Prefetch& f = c.prefetch;
   f.clear();
-  prefetch_chunk(f, p.v, s, i, head, V);
+  prefetch_chunk(f, p, p.v, s, i, head, V);
   if (i > 0) {
     prefetch_gates(f, p, s, i - 1, head);
-    prefetch_chunk(f, p.d_out, s, i - 1, head, V);
+    prefetch_chunk(f, p, p.d_out, s, i - 1, head, V);
     f.add(before, 0, 1, saved_size(p) * sizeof(float));
   }
   grad_v_new(w, saved.aqk, 0, (int)Vp);
@@ -106,7 +106,7 @@ KCP_NOINLINE void backward_chunk(const Problem& p, long n, long head, long i, co
 }
 
 KCP_NOINLINE void backward_head(const Problem& p, long n, long head, float* saved, long slot_step, BackwardScratch& w) {
-  const long chunks = num_chunks(p.sequences[n]);
+  const long chunks = num_chunks(p, p.sequences[n]);
   begin_head(p, head, w.chunk);
   load_state(state_of(p.d_final_state, p, n, head), p, w.dh[0]);
   for (long i = chunks - 1; i >= 0; i--)
@@ -121,22 +121,22 @@ KCP_NOINLINE void backward_head(const Problem& p, long n, long head, float* save
 KCP_NOINLINE void state_gradient_head(const Problem& p, long n, long head, int first, int last, float* saved,
                                       long slot_step, bool keep, BackwardScratch& w) {
   const Sequence& s = p.sequences[n];
-  const long chunks = num_chunks(s), Vp = p.value_padded;
+  const long chunks = num_chunks(p, s), Vp = p.value_padded;
   const int width = (int)(p.value_width < last ? p.value_width : last) - first, cols = last - first;
   Chunk& c = w.chunk;
   begin_head(p, head, c);
   load_state(state_of(p.d_final_state, p, n, head), p, w.dh[0]);
   for (long i = chunks - 1; i >= 0; i--) {
-    const long t = s.begin + i * kMaxChunk;
+    const long t = s.begin + i * p.chunk;
     if (keep)
       copy_rows(w.dh[0] + first, kLd,
                 p.state_gradient + ((s.chunk + i) * p.num_heads + head) * p.key_padded * Vp + first, Vp, p.key_padded,
                 cols);
-    prepare_chunk<false>(p, s, head, t, chunk_tokens(s, i), c);
+    prepare_chunk<false>(p, s, head, t, chunk_tokens(p, s, i), c);
     gather_d_out(p, s, head, t, first, width, cols, w);
     c.prefetch.clear();
     if (i > 0)
-      prefetch_gates(c.prefetch, p, s, i - 1, head), prefetch_chunk(c.prefetch, p.d_out, s, i - 1, head, width);
+      prefetch_gates(c.prefetch, p, s, i - 1, head), prefetch_chunk(c.prefetch, p, p.d_out, s, i - 1, head, width);
     const float *aqk = w.d_aqk[0], *akk = w.d_lower[0];
     if (saved) {
       const SavedChunk now = saved_chunk(p, saved, i * slot_step);

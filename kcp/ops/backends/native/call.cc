@@ -32,6 +32,12 @@ void read_sequences(const Call& call, int boundaries, const Sizes& n, std::vecto
   *num_chunks = chunks;
 }
 
+int read_chunk(const Call& call) {
+  const long chunk = call.option(kChunk);
+  if (chunk != 16 && chunk != 32 && chunk != kMaxChunk) Call::fail("chunk_size %ld: 16, 32 and 64 are allowed", chunk);
+  return (int)chunk;
+}
+
 struct ThreadMemory {
   void* data = nullptr;
   size_t bytes = 0;
@@ -64,7 +70,7 @@ const long kStreamedBytes = 8 << 20;
 
 }  // namespace
 
-Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequences, int chunk) {
+Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequences) {
   const bool head_major = call.option(kHeadMajor);
   const int rank = call.rank(3);
   if (rank != 3 && rank != 4) Call::fail("v has rank %d; 3 and 4 are allowed", rank);
@@ -90,7 +96,7 @@ Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequence
   p.num_heads = n.head_end - n.head_begin;
   p.key_padded = padded(p.key_width);
   p.value_padded = padded(p.value_width);
-  p.chunk = chunk;
+  p.chunk = read_chunk(call);
   p.gate = (int)call.option(kGate);
   p.l2norm = (int)call.option(kL2Norm);
   p.beta_sigmoid = (int)call.option(kBetaSigmoid);
@@ -112,7 +118,7 @@ Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequence
   p.a_log = call.floats(6, call.has(kHasALog), n.heads);
   p.dt_bias = call.floats(7, call.has(kHasDtBias), n.heads * p.key_width);
   if (p.gate == kGateSoftplus && !p.a_log) Call::fail("the softplus gate needs a_log");
-  read_sequences(call, 9, n, sequences, chunk, &n.num_chunks);
+  read_sequences(call, 9, n, sequences, p.chunk, &n.num_chunks);
   p.sequences = sequences.data();
   p.num_sequences = (long)sequences.size();
   return n;
@@ -133,7 +139,7 @@ Sizes read_caches(const Call& call, Problem& p, std::vector<Sequence>& sequences
     Call::fail("K=%ld, V=%ld: 1 to %d is allowed", key_width, p.value_width, (int)kMaxWidth);
   p.key_padded = padded(key_width);
   p.value_padded = padded(p.value_width);
-  p.chunk = (int)call.option(kChunk);
+  p.chunk = read_chunk(call);
   p.state_v_first = (int)call.option(kStateVFirst);
   p.scale = call.real(kScale);
   read_sequences(call, boundaries, n, sequences, p.chunk, &n.num_chunks);

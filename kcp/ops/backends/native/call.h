@@ -131,10 +131,9 @@ struct Sizes {
 
 // Fills everything that forward, summary and backward share from inputs 0..9: options, q, k, v, g, beta, a_log,
 // dt_bias, state (initial or final-gradient), cu_seqlens. `sequences` must outlive the problem.
-Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequences, int chunk);
+Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequences);
 
-// The same from two head-major tensors [B,H,T,K] and [B,H,T,V] and boundaries, for stages without q, k and v; the chunk
-// length is an option.
+// The same from two head-major tensors [B,H,T,K] and [B,H,T,V] and boundaries, for stages without q, k and v.
 Sizes read_caches(const Call& call, Problem& p, std::vector<Sequence>& sequences, long key_width, int value_tensor,
                   int boundaries);
 

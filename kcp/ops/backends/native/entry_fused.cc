@@ -8,7 +8,7 @@ namespace {
 
 // floats saved per chunk and head, and in all
 long slot_floats(const Problem& p) {
-  return p.key_padded * p.value_padded + kMaxChunk * p.value_padded + 2 * kMaxChunk * kMaxChunk;
+  return p.key_padded * p.value_padded + p.chunk * (p.value_padded + 2 * kMaxChunk);
 }
 long saved_floats(const Problem& p, const Sizes& n) { return n.num_chunks * p.num_heads * slot_floats(p); }
 // The slots of a cache tensor start on the first cache line after its first number, which says where that is: the
@@ -48,7 +48,7 @@ void forward(const Call& call) {
   call.expect(13);
   Problem p = {};
   std::vector<Sequence> sequences;
-  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const Sizes n = read_problem(call, p, sequences);
   const long state = p.key_width * p.value_width;
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, state);
   p.out = call.view(10, false, false, n.head_begin);
@@ -62,7 +62,7 @@ void summary(const Call& call) {
   call.expect(11);
   Problem p = {};
   std::vector<Sequence> sequences;
-  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const Sizes n = read_problem(call, p, sequences);
   const bool want_m = call.has(kWantM);
   const long K = p.key_width, width = p.value_width + (want_m ? K : 0);
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, K * p.value_width);
@@ -92,7 +92,7 @@ void backward(const Call& call) {
   call.expect(21);
   Problem p = {};
   std::vector<Sequence> sequences;
-  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const Sizes n = read_problem(call, p, sequences);
   const bool head_major = call.option(kHeadMajor);
   const long K = p.key_width, V = p.value_width, heads = p.num_heads;
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, K * V);
@@ -123,7 +123,7 @@ void backward(const Call& call) {
   } else {
     run_items(p.num_sequences * heads, [&](long item, void* scratch) {
       const long s = item / heads, h = n.head_begin + item % heads;
-      const long chunks = (p.sequences[s].end - p.sequences[s].begin + kMaxChunk - 1) / kMaxChunk;
+      const long chunks = (p.sequences[s].end - p.sequences[s].begin + p.chunk - 1) / p.chunk;
       const ThreadRoom room(p.cache ? 0 : chunks * slot_floats(p));
       kernels().backward(p, s, h, room.data, scratch);
     });
@@ -137,7 +137,7 @@ void backward_summary(const Call& call) {
   call.expect(13);
   Problem p = {};
   std::vector<Sequence> sequences;
-  const Sizes n = read_problem(call, p, sequences, kMaxChunk);
+  const Sizes n = read_problem(call, p, sequences);
   const long K = p.key_width, V = p.value_width;
   p.d_final_state = at_first_head(call.floats(8, call.has(kHasDFinalState), state_floats(p)), n, K * V);
   p.d_out = call.view(10, false, false, 0);
@@ -167,3 +167,4 @@ KCP_ENTRY(kcp_backward_summary) {
 }
 extern "C" __attribute__((visibility("default"))) const char* kcp_isa() { return kcp::kernels().name; }
 extern "C" __attribute__((visibility("default"))) int kcp_num_threads() { return kcp::num_threads(); }
+extern "C" __attribute__((visibility("default"))) void kcp_set_default_threads(int n) { kcp::set_default_threads(n); }

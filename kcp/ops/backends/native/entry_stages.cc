@@ -39,7 +39,7 @@ void prepare(const Call& call) {
   call.expect(23);
   Problem p = {};
   std::vector<Sequence> sequences;
-  const Sizes n = read_problem(call, p, sequences, (int)call.option(kChunk));
+  const Sizes n = read_problem(call, p, sequences);
   const long K = p.key_width, V = p.value_width;
   StageTensors st = stage_tensors(call, n, 11);
   check_columns(p, st);
@@ -151,7 +151,7 @@ void backward_finalize(const Call& call) {
   call.expect(26);
   Problem p = {};
   std::vector<Sequence> sequences;
-  const Sizes n = read_problem(call, p, sequences, (int)call.option(kChunk));
+  const Sizes n = read_problem(call, p, sequences);
   const long K = p.key_width, V = p.value_width;
   const bool head_major = !call.has(kOutTokenMajor);
   StageTensors st = stage_tensors(call, n, 10);

@@ -50,27 +50,28 @@ KCP_NOINLINE void panel_advance(Chunk& c, const float* v_new, float* h, float* k
 }
 
 KCP_INLINE long saved_size(const Problem& p) {
-  return p.key_padded * p.value_padded + kMaxChunk * p.value_padded + 2 * kMaxChunk * kMaxChunk;
+  return p.key_padded * p.value_padded + p.chunk * (p.value_padded + 2 * kMaxChunk);
 }
 KCP_INLINE SavedChunk saved_chunk(const Problem& p, float* base, long slot) {
   float* h = base + slot * saved_size(p);
   float* v_new = h + p.key_padded * p.value_padded;
-  float* aqk = v_new + kMaxChunk * p.value_padded;
-  return {h, v_new, aqk, aqk + kMaxChunk * kMaxChunk};
+  float* aqk = v_new + p.chunk * p.value_padded;
+  return {h, v_new, aqk, aqk + p.chunk * kMaxChunk};
 }
-KCP_INLINE long num_chunks(const Sequence& s) { return (s.end - s.begin + kMaxChunk - 1) / kMaxChunk; }
-KCP_INLINE int chunk_tokens(const Sequence& s, long c) {
-  const long left = s.end - s.begin - c * kMaxChunk;
-  return left < kMaxChunk ? (int)left : (int)kMaxChunk;
+KCP_INLINE long num_chunks(const Problem& p, const Sequence& s) { return (s.end - s.begin + p.chunk - 1) / p.chunk; }
+KCP_INLINE int chunk_tokens(const Problem& p, const Sequence& s, long c) {
+  const long left = s.end - s.begin - c * p.chunk;
+  return left < p.chunk ? (int)left : p.chunk;
 }
 // rows of chunk c of a tensor, to be brought in while another chunk is worked on
-KCP_INLINE void prefetch_chunk(Prefetch& f, const View& x, const Sequence& s, long c, long head, long width) {
-  f.add(row_at(x, s.batch, s.begin + c * kMaxChunk, head), x.token, chunk_tokens(s, c), width * dtype_size(x.dtype));
+KCP_INLINE void prefetch_chunk(Prefetch& f, const Problem& p, const View& x, const Sequence& s, long c, long head,
+                               long width) {
+  f.add(row_at(x, s.batch, s.begin + c * p.chunk, head), x.token, chunk_tokens(p, s, c), width * dtype_size(x.dtype));
 }
 KCP_INLINE void prefetch_gates(Prefetch& f, const Problem& p, const Sequence& s, long c, long head) {
-  prefetch_chunk(f, p.q, s, c, head / p.group, p.key_width);
-  prefetch_chunk(f, p.k, s, c, head / p.group, p.key_width);
-  prefetch_chunk(f, p.g, s, c, head, p.key_width);
+  prefetch_chunk(f, p, p.q, s, c, head / p.group, p.key_width);
+  prefetch_chunk(f, p, p.k, s, c, head / p.group, p.key_width);
+  prefetch_chunk(f, p, p.g, s, c, head, p.key_width);
 }
 KCP_INLINE View columns_from(View x, long first) {
   x.data += first * dtype_size(x.dtype);
@@ -93,15 +94,15 @@ KCP_NOINLINE void keep_scores(const float* from, int rows, float* to) {
 KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, int last, ForwardScratch& w,
                                float* saved, long slot_step, bool want_out) {
   const Sequence& s = p.sequences[n];
-  const long chunks = num_chunks(s), Vp = p.value_padded;
+  const long chunks = num_chunks(p, s), Vp = p.value_padded;
   const int width = (int)(p.value_width < last ? p.value_width : last) - first;
   const View values = columns_from(p.v, first), out = columns_from(p.out, first);
   Chunk& c = w.chunk;
   begin_head(p, head, c);
   load_state(state_of(p.initial_state, p, n, head), p, w.h[0]);
   for (long i = 0; i < chunks; i++) {
-    const long t = s.begin + i * kMaxChunk;
-    const int tokens = chunk_tokens(s, i);
+    const long t = s.begin + i * p.chunk;
+    const int tokens = chunk_tokens(p, s, i);
     const bool more = i + 1 < chunks;
     prepare_chunk<false>(p, s, head, t, tokens, c);
     SavedChunk now = {}, next = {};
@@ -112,7 +113,7 @@ KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, i
       if (i == 0) copy_rows(w.h[0] + first, kLd, now.h + first, Vp, p.key_padded, last - first);
     }
     c.prefetch.clear();
-    if (more) prefetch_gates(c.prefetch, p, s, i + 1, head), prefetch_chunk(c.prefetch, values, s, i + 1, head, width);
+    if (more) prefetch_gates(c.prefetch, p, s, i + 1, head), prefetch_chunk(c.prefetch, p, values, s, i + 1, head, width);
     chunk_scores(c, p.scale, w.aqk[0], w.akk[0]);
     if (saved && first == 0) keep_scores(aqk, c.rows, now.aqk), keep_scores(akk, c.rows, now.akk);
     const Source v = rows_or_gather(p.v, row_at(values, s.batch, t, head), tokens, c.rows, width, last - first, w.v[0]);
@@ -131,19 +132,19 @@ KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, i
 // from the identity with v = 0. Writes [K, V+K], or [K, V] without M.
 KCP_NOINLINE void summary_head(const Problem& p, long n, long head, ForwardScratch& w, bool want_m, float* summary) {
   const Sequence& s = p.sequences[n];
-  const long chunks = num_chunks(s), K = p.key_width, V = p.value_width, ld = want_m ? V + K : V;
+  const long chunks = num_chunks(p, s), K = p.key_width, V = p.value_width, ld = want_m ? V + K : V;
   Chunk& c = w.chunk;
   begin_head(p, head, c);
   load_state(state_of(p.initial_state, p, n, head), p, w.h[0]);
   zero_rows(w.m[0], kLd, p.key_padded, p.key_padded);
   for (long d = 0; d < K; d++) w.m[d][d] = 1.f;
   for (long i = 0; i < chunks; i++) {
-    const long t = s.begin + i * kMaxChunk;
-    const int tokens = chunk_tokens(s, i);
+    const long t = s.begin + i * p.chunk;
+    const int tokens = chunk_tokens(p, s, i);
     prepare_chunk<false>(p, s, head, t, tokens, c);
     c.prefetch.clear();
     if (i + 1 < chunks)
-      prefetch_gates(c.prefetch, p, s, i + 1, head), prefetch_chunk(c.prefetch, p.v, s, i + 1, head, V);
+      prefetch_gates(c.prefetch, p, s, i + 1, head), prefetch_chunk(c.prefetch, p, p.v, s, i + 1, head, V);
     chunk_scores(c, p.scale, w.aqk[0], w.akk[0]);
     const Source v =
         rows_or_gather(p.v, row_at(p.v, s.batch, t, head), tokens, c.rows, (int)V, (int)p.value_padded, w.v[0]);

@@ -90,6 +90,9 @@ Pool& get_pool() {
   return *p;
 }
 
+// What set_default_threads was told; -1: nothing yet
+std::atomic<int> told{-1};
+
 int positive(const char* name) {
   const char* text = getenv(name);
   return text ? atoi(text) : 0;
@@ -99,13 +102,15 @@ int positive(const char* name) {
 
 int num_threads() {
   int n = positive("KCP_NUM_THREADS");
-  if (n <= 0) n = positive("OMP_NUM_THREADS");
+  if (n <= 0) n = told.load() >= 0 ? told.load() : positive("OMP_NUM_THREADS");
   if (n <= 0) {
     const cpu_set_t cores = allowed_cores();
     n = CPU_COUNT(&cores);
   }
   return n < 1 ? 1 : n > 1024 ? 1024 : n;
 }
+
+void set_default_threads(int n) { told.store(n < 0 ? 0 : n); }
 
 void parallel_for(long count, const std::function<void(long)>& work) {
   const int threads = num_threads();

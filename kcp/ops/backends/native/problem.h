@@ -55,7 +55,7 @@ struct Problem {
   float* state_gradient;  // wide mode: dh at the end of every chunk
 };
 
-// Saved for the backward, per chunk and head: h [Kp,Vp] at the start, v_new [C,Vp], Aqk [C,C], Akk [C,C].
+// Saved for the backward, per chunk and head: h [Kp,Vp] at the start, v_new [C,Vp], Aqk and Akk [C,kMaxChunk].
 struct SavedChunk {
   float *h, *v_new, *aqk, *akk;
 };

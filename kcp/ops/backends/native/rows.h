@@ -78,43 +78,55 @@ KCP_INLINE void copy_ragged(char* to, const char* from, long bytes) {
   for (; bytes >= 16; bytes -= 16, to += 16, from += 16) *(Quad*)to = *(const Quad*)from;
   for (; bytes >= 2; bytes -= 2, to += 2, from += 2) *(Half*)to = *(const Half*)from;
 }
-// A finished row leaves for memory: whole vectors go around the caches, the ragged ends through them.
-KCP_INLINE void stream_row(char* to, const char* from, long bytes) {
-  enum { size = sizeof(Vec) };
-  long head = -(uintptr_t)to & (size - 1);
-  if (head > bytes) head = bytes;
-  copy_ragged(to, from, head);
-  long at = head;
-  for (; at + size <= bytes; at += size) stream((float*)(to + at), load((const float*)(from + at)));
-  copy_ragged(to + at, from + at, bytes - at);
+// Finished rows leave for memory: whole vectors go around the caches, ragged ends through them. A vector that one row
+// begins and the next one, right behind it, ends is written once: a part written alone would wait for its line.
+// value() is asked for vectors at any column, up to kLanes - 1 columns past the width.
+template <int dtype, class Value>
+KCP_INLINE void stream_rows_as(char* to, long stride, int rows, int width, Value value) {
+  typedef typename Storage<dtype>::Element E;
+  enum { line = sizeof(Vec) / sizeof(E) };
+  alignas(64) E buffer[kMaxWidth + 2 * line];
+  const bool joined = stride == (long)(width * sizeof(E)) && width >= line;
+  int begun = 0;  // elements of the row before at the start of the buffer
+  for (int i = 0; i < rows; i++) {
+    E* row = (E*)(to + i * stride);
+    int d = begun ? line - begun : -((uintptr_t)row / sizeof(E)) & (line - 1);
+    if (d > width) d = width;
+    if (dtype == kFloat32) {
+      if (d) Storage<dtype>::put(buffer + begun, value(i, 0));
+    } else {
+      for (int j = 0; j < width; j += kLanes) Storage<dtype>::put(buffer + begun + j, value(i, j));
+    }
+    if (begun) stream((float*)(row - begun), load((const float*)buffer));
+    else copy_ragged((char*)row, (const char*)buffer, d * sizeof(E));
+    const E* from = buffer + begun;
+    for (; d + line <= width; d += line) {
+      if (dtype == kFloat32) stream((float*)(row + d), value(i, d));
+      else stream((float*)(row + d), load((const float*)(from + d)));
+    }
+    const int rest = width - d;
+    begun = joined && i + 1 < rows ? rest : 0;
+    if (!rest) continue;
+    if (dtype == kFloat32) Storage<dtype>::put(buffer, value(i, d));
+    else memmove(buffer, from + d, rest * sizeof(E));
+    if (!begun) copy_ragged((char*)(row + d), (const char*)buffer, rest * sizeof(E));
+  }
 }
 // row <- value(row, column); only the first `width` columns are written. streamed: the tensors are too large for the
-// caches; value() is then asked for vectors at any column, up to kLanes - 1 columns past the width.
+// caches.
 template <int dtype, class Value>
 KCP_INLINE void store_rows_as(char* to, long stride, int rows, int width, bool streamed, Value value) {
   typedef typename Storage<dtype>::Element E;
+  if (streamed) return stream_rows_as<dtype>(to, stride, rows, width, value);
   const int whole = width & ~(kLanes - 1);
   for (int i = 0; i < rows; i++) {
-    alignas(64) E buffer[kMaxWidth];
     E* row = (E*)(to + i * stride);
-    if (dtype == kFloat32 && streamed) {  // the columns are shifted so that whole vectors meet whole cache lines
-      int d = -((uintptr_t)row / sizeof(E)) & (kLanes - 1);
-      if (d > width) d = width;
-      if (d) Storage<dtype>::put(buffer, value(i, 0)), copy_ragged((char*)row, (const char*)buffer, d * sizeof(E));
-      for (; d + kLanes <= width; d += kLanes) stream((float*)(row + d), value(i, d));
-      if (d < width)
-        Storage<dtype>::put(buffer, value(i, d)),
-            copy_ragged((char*)(row + d), (const char*)buffer, (width - d) * sizeof(E));
-      continue;
-    }
-    E* at = streamed ? buffer : row;
-    for (int d = 0; d < whole; d += kLanes) Storage<dtype>::put(at + d, value(i, d));
+    for (int d = 0; d < whole; d += kLanes) Storage<dtype>::put(row + d, value(i, d));
     if (whole < width) {
       E rest[kLanes];
       Storage<dtype>::put(rest, value(i, whole));
-      memcpy(at + whole, rest, (width - whole) * sizeof(E));
+      memcpy(row + whole, rest, (width - whole) * sizeof(E));
     }
-    if (streamed) stream_row((char*)row, (const char*)buffer, width * sizeof(E));
   }
 }
 template <class Value>
