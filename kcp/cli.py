@@ -39,12 +39,15 @@ together; the first one that fails is named with its last error lines.
 output folder:
   metrics.jsonl   one line a step: step, loss, grad_norm, tokens_per_second, ...
   loss.png        the loss curve
+  checkpoints/    step_NNNNNNNN, with the callback KcpCheckpoint in the file
   logs/           worker_N.log of each process, scheduler.log, msrun.log
 
 examples:
   kcp train configs/tiny_1p.yaml                   one process
   kcp train configs/tiny_cp2.yaml                  two processes on this machine
   kcp train configs/tiny_cp2.yaml --steps 20       stop after 20 steps
+  kcp train configs/tiny_cp2.yaml --resume         go on from the last checkpoint
+  kcp train configs/tiny_cp2.yaml --restarts 3     do so after a failure
 
 several machines (the same command on each, with its own --node-rank):
   kcp train CONFIG --worker-num 16 --local-worker-num 8 \\
@@ -106,10 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from kcp.checkpoint import FOLDER, find_checkpoint, resume_place
     from kcp.config import ConfigError, load_run_config
     from kcp.data.text import DataError, check_sources
     from kcp.hf.errors import CheckpointError
-    from kcp.launch import LaunchError, LaunchOptions, launch
+    from kcp.launch import LaunchError, LaunchOptions
+    from kcp.launch_restart import launch_with_restarts
     from kcp.weights import weights_of_run
 
     try:
@@ -134,9 +139,11 @@ def _train(options: argparse.Namespace) -> int:
             arguments += ["--mode", options.mode]
         if options.steps:
             arguments += ["--steps", str(options.steps)]
+        place = resume_place(run, output_dir, options.resume)
+        resumed = None if place is None else find_checkpoint(place)
         if launch_options.node_rank == 0:
             print(f"kcp: {_summary(run)}; logs: {launch_options.log_dir}", flush=True)
-        return launch(["kcp.train", *arguments], launch_options)
+        return launch_with_restarts(["kcp.train", *arguments], launch_options, output_dir / FOLDER, resumed, options.restarts)
     except (ConfigError, CheckpointError) as error:
         return _refuse(error.problems)
     except (DataError, LaunchError) as error:
@@ -202,6 +209,10 @@ def _positive(text: str) -> int:
     return value
 
 
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = _Parser(prog="kcp", description=DESCRIPTION, epilog=EXAMPLES, **style)
@@ -221,6 +232,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--output-dir", metavar="DIR", help="folder for results (default: output_dir of CONFIG)")
     train.add_argument("--mode", choices=("graph", "pynative"), help="execution mode (default: context.mode of CONFIG)")
     train.add_argument("--steps", type=_positive, metavar="N", help="stop after N steps")
+    train.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on from a checkpoint (default: the newest one of this run)")
+    train.add_argument("--restarts", type=_count, default=0, metavar="N", help="after a failure go on from the last checkpoint, N times")
     train.add_argument("--no-pin", dest="pin", action="store_false", help="do not give each process cores of its own")
     train.add_argument("--verbose", action="store_true", help="show all of rank 0's output, not only its progress")
     nodes = train.add_argument_group("several machines")

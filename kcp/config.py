@@ -20,8 +20,9 @@ from typing import Any
 import yaml
 
 from kcp import config_checks
-from kcp.config_checks import LOADER, RECALL_LOADER
+from kcp.config_checks import LOADER, MEGATRON, OWN_LOADERS, RECALL
 from kcp.config_fields import Problems, Section, nearest, show
+from kcp.config_run import CheckpointOptions, EvaluationOptions, HealthOptions, callback_options, evaluation_options
 
 STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid", "auto")
 MLA_STRATEGIES = ("none", "ulysses", "latent_gather")
@@ -38,7 +39,7 @@ _TOP_LEVEL = (
     "profile_rank_ids profile_pipeline profile_level layer_scale lr_scale_factor trainer runner_config optimizer "
     "lr_schedule train_dataset train_dataset_task eval_dataset eval_dataset_task context parallel_config parallel "
     "recompute_config swap_config moe_config model callbacks eval_callbacks runner_wrapper metric monitor_config "
-    "processor checkpoint"
+    "processor checkpoint tensorboard"
 ).split()
 _PARALLEL_CONFIG = (
     "data_parallel model_parallel context_parallel expert_parallel pipeline_stage micro_batch_num seq_split_num "
@@ -130,6 +131,7 @@ class DataOptions:
     seed: int = 42
     num_samples: int = 0
     max_documents: int = 64
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ class TrainingOptions:
     learning_rate: float = 1e-3
     sink_mode: bool = False
     parallel_mode: int = 0
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,9 @@ class RunConfig:
     parallel: ParallelOptions
     data: DataOptions
     training: TrainingOptions
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    health: HealthOptions = HealthOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
     raw: Mapping[str, Any] = field(repr=False, default_factory=dict)
 
     @property
@@ -192,12 +198,16 @@ def load_run_config(path: str | Path, world_size: int | None = None) -> RunConfi
     path = Path(path)
     problems = Problems()
     top = Section(read_yaml(path), "", problems)
+    checkpoint, health = callback_options(top)
     run = RunConfig(
         path=path,
         model=model_options(top.section("model").section("model_config")),
         parallel=_parallel(top.section("parallel_config")),
         data=_data(top),
         training=_training(top),
+        checkpoint=checkpoint,
+        health=health,
+        evaluation=evaluation_options(top),
         raw=top.raw,
     )
     for key in top.raw:
@@ -313,11 +323,15 @@ def _data(top: Section) -> DataOptions:
         top.problems.add_line("train_dataset.data_loader: missing; it says where the text is (type: KcpTextDataset)")
         return default
     kind = loader.text("type", "")
-    if kind != LOADER:
-        near = nearest(kind, [LOADER])
-        if kind != RECALL_LOADER and (near or not kind):
-            top.problems.add("train_dataset.data_loader.type", kind, f"did you mean {LOADER}?")
+    if kind not in OWN_LOADERS:
+        near = nearest(kind, OWN_LOADERS, cutoff=0.8)
+        if near or not kind:
+            top.problems.add("train_dataset.data_loader.type", kind, f"did you mean {near or LOADER}?")
         return DataOptions(loader=kind)
+    if kind == RECALL:
+        return DataOptions(loader=kind)
+    if kind != LOADER:
+        return _mindformers_data(kind, loader)
     options = DataOptions(
         loader=kind,
         dataset_dir=loader.texts("dataset_dir", default.dataset_dir),
@@ -325,6 +339,36 @@ def _data(top: Section) -> DataOptions:
         seed=loader.integer("seed", default.seed, minimum=0),
         num_samples=loader.integer("num_samples", default.num_samples, minimum=0),
         max_documents=loader.integer("max_documents", default.max_documents),
+        tokenizer=loader.text("tokenizer", default.tokenizer),
+    )
+    loader.anything("seq_length")
+    loader.anything("context_parallel")
+    loader.refuse_unknown(())
+    return options
+
+
+def _mindformers_data(kind: str, loader: Section) -> DataOptions:
+    """Keys of the loaders that read MindFormers' own datasets (:mod:`kcp.data.mindformers_sets`)."""
+    if kind == MEGATRON:
+        if not loader.texts("data_path", ()):
+            loader.problems.add(loader.name("data_path"), loader.anything("data_path"), "prefixes of .bin and .idx files are needed")
+        loader.integer("num_samples", 1)
+        if not loader.has("num_samples"):
+            loader.problems.add(loader.name("num_samples"), None, "an integer >= 1 is needed: the samples of an epoch")
+        loader.text("split", "1,0,0")
+        loader.text("path_to_cache", "")
+        for key in ("eod_token_id", "pad_token_id"):
+            loader.integer(key, -1, minimum=-1)
+    else:
+        if not isinstance(loader.anything("load"), Mapping):
+            loader.problems.add(loader.name("load"), loader.anything("load"), "a mapping, arguments of datasets.load_dataset, is needed")
+        loader.anything("handler")
+        loader.boolean("shuffle", True)
+    options = DataOptions(
+        loader=kind,
+        dataset_dir=(),
+        seed=loader.integer("seed", DataOptions.seed, minimum=0),
+        max_documents=loader.integer("max_documents", DataOptions.max_documents),
     )
     loader.anything("seq_length")
     loader.anything("context_parallel")
@@ -351,6 +395,7 @@ def _training(top: Section) -> TrainingOptions:
         learning_rate=rates[1] if schedule.has("learning_rate") else rates[0],
         sink_mode=runner.boolean("sink_mode", True),
         parallel_mode=parallel.choice("parallel_mode", 1, (0, 1, 2, 3)),
+        recompute=top.section("recompute_config").boolean("recompute", False),
     )
     runner.refuse_unknown(_RUNNER_CONFIG)
     return options

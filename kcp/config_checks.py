@@ -12,8 +12,13 @@ from kcp.config_fields import Problems, Section
 if TYPE_CHECKING:
     from kcp.config import ModelOptions, RunConfig
 
-LOADER = "KcpTextDataset"
-RECALL_LOADER = "KcpRecallDataset"
+LOADER, MEGATRON, HUGGING_FACE, RECALL = "KcpTextDataset", "KcpMegatronDataset", "KcpHuggingFaceDataset", "KcpRecallDataset"
+OWN_LOADERS = (LOADER, MEGATRON, HUGGING_FACE, RECALL)
+_INSTEAD = {
+    "BlendedMegatronDatasetDataLoader": MEGATRON,
+    "HFDataLoader": HUGGING_FACE,
+    "CommonDataLoader": HUGGING_FACE,
+}
 WRAPPER = "KcpTrainOneStepCell"
 COLUMNS = ("input_ids", "labels", "loss_mask", "cu_seqlens")
 BYTE_VOCABULARY = 259
@@ -155,10 +160,13 @@ def _head_counts(model) -> list[tuple[str, int]]:
 
 
 def _check_data(run: RunConfig, top: Section, problems: Problems) -> None:
-    if run.data.loader != LOADER:
-        return
     dataset = top.section("train_dataset")
     loader = dataset.section("data_loader")
+    if run.data.loader in _INSTEAD:
+        allowed = f"{_INSTEAD[run.data.loader]} is needed: it reads the same data, and ranks that share a sample get the same one"
+        problems.add(loader.name("type"), run.data.loader, allowed)
+    if run.data.loader not in OWN_LOADERS:
+        return
     for key, expected, source in (
         ("seq_length", run.model.seq_length, "model.model_config.seq_length"),
         ("context_parallel", run.parallel.context_parallel, "parallel_config.context_parallel"),
@@ -166,11 +174,13 @@ def _check_data(run: RunConfig, top: Section, problems: Problems) -> None:
         value = loader.anything(key, expected)
         if value != expected:
             problems.add(loader.name(key), value, f"{source} = {expected} is needed")
-    if run.data.dataset_dir == ():
+    if run.data.loader == LOADER and run.data.dataset_dir == ():
         problems.add(loader.name("dataset_dir"), [], "'stdlib', a file, a folder or a list of them is needed")
-    if run.model.vocab_size < BYTE_VOCABULARY:
+    if run.data.loader == LOADER and not run.data.tokenizer and run.model.vocab_size < BYTE_VOCABULARY:
         allowed = f"the byte tokenizer needs at least {BYTE_VOCABULARY} (256 bytes, pad, bos, eos)"
         problems.add("model.model_config.vocab_size", run.model.vocab_size, allowed)
+    if not dataset.boolean("drop_remainder", True):
+        problems.add("train_dataset.drop_remainder", False, "True is needed: every step has as many samples, so that a run can be resumed")
     columns = dataset.anything("input_columns", list(COLUMNS))
     if not isinstance(columns, list) or columns != list(COLUMNS):
         problems.add("train_dataset.input_columns", columns, f"[{', '.join(COLUMNS)}] is needed")
@@ -178,9 +188,6 @@ def _check_data(run: RunConfig, top: Section, problems: Problems) -> None:
 
 def _check_device(run: RunConfig, top: Section, problems: Problems) -> None:
     training, model = run.training, run.model
-    if training.gradient_accumulation_steps != 1:
-        allowed = "1 is needed: MindFormers honours it in semi-auto mode only; raise batch_size or data_parallel"
-        problems.add("runner_config.gradient_accumulation_steps", training.gradient_accumulation_steps, allowed)
     if training.parallel_mode != 0:
         given = top.section("parallel").anything("parallel_mode", "(not given, MindFormers takes 1)")
         problems.add("parallel.parallel_mode", given, "0 is needed: kcp slices samples and reduces gradients")

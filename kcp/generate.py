@@ -8,36 +8,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from kcp.data.tokenizer import ByteTokenizer
+from kcp.data.text import DataError
+from kcp.data.tokenizer import ByteTokenizer, FileTokenizer
 from kcp.hf.convert import MODEL_CONFIG, options_of_yaml
 from kcp.hf.errors import CheckpointError
 from kcp.hf.tensors import StoredTensor, check_tensors, expected_shapes, scan
-
-
-class FileTokenizer:
-    """A ``tokenizer.json`` of the ``tokenizers`` library, with :class:`~kcp.data.tokenizer.ByteTokenizer`'s two methods."""
-
-    def __init__(self, path: Path):
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(path))
-        self.eos_token_id = None
-
-    def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, int32 ``[n]``."""
-        return np.array(self._tokenizer.encode(text).ids, np.int32)
-
-    def decode(self, tokens: list[int]) -> str:
-        """Text of tokens."""
-        return self._tokenizer.decode(tokens)
-
-
-class PromptBytes(ByteTokenizer):
-    """The byte tokenizer for prompts: a document is begun, not ended."""
-
-    def encode(self, text: str) -> np.ndarray:
-        """``bos`` and the bytes of a text."""
-        return super().encode(text)[:-1]
 
 
 def read_model(folder: Path, config: Path | None) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -72,7 +47,7 @@ def read_model(folder: Path, config: Path | None) -> tuple[dict[str, Any], dict[
 _OPTIMIZER = ("adam_m.", "adam_v.", "global_step", "epoch_num", "step_num", "loss_scale", "learning_rate", "beta1_power", "beta2_power")
 
 
-def tokenizer_of(folder: Path, vocab_size: int) -> FileTokenizer | PromptBytes:
+def tokenizer_of(folder: Path, vocab_size: int) -> FileTokenizer | ByteTokenizer:
     """``tokenizer.json`` of the folder, else bytes.
 
     Raises:
@@ -80,10 +55,19 @@ def tokenizer_of(folder: Path, vocab_size: int) -> FileTokenizer | PromptBytes:
     """
     path = folder / "tokenizer.json"
     if path.is_file():
-        return FileTokenizer(path)
+        try:
+            return FileTokenizer(path)
+        except DataError as error:
+            raise CheckpointError([str(error)]) from None
     if vocab_size < ByteTokenizer.vocab_size:
         raise CheckpointError([f"{path}: no such file, and a vocabulary of {vocab_size} is too small for bytes"])
-    return PromptBytes()
+    return ByteTokenizer()
+
+
+def prompt_tokens(tokenizer: FileTokenizer | ByteTokenizer, prompt: str) -> np.ndarray:
+    """``[1, T]`` of a document that begins with the prompt: its bos token, where there is one, and the text's."""
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return np.concatenate((np.array(begin, np.int32), tokenizer.encode(prompt, add_special_tokens=False)))[None]
 
 
 def run(
@@ -129,7 +113,7 @@ def run(
     load_weights(model, tensors)
     tokens: list[int] = []
     written = ""
-    for chosen in generate(model, tokenizer.encode(prompt)[None], num_tokens, temperature, top_k, seed, tokenizer.eos_token_id):
+    for chosen in generate(model, prompt_tokens(tokenizer, prompt), num_tokens, temperature, top_k, seed, tokenizer.eos_token_id):
         tokens.append(int(chosen[0]))
         text = tokenizer.decode(tokens)
         if not text.endswith("\ufffd"):  # a character whose bytes are not all there yet

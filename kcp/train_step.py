@@ -43,6 +43,8 @@ class KcpTrainOneStepCell(nn.Cell):
         max_grad_norm: The norm above which they are scaled down.
         max_skipped_steps: Steps in a row whose gradients are not finite after which the run is stopped (by
             :class:`kcp.monitor.KcpMonitor`).
+        accumulation_steps: Parts that the batch is worked off in; gradients, loss sums and token counts are added up before the
+            reduction, so the step is that of the whole batch.
         scale_sense: Only 1.0: no loss scaling is done.
         **kwargs: What MindFormers hands to every wrapper; not used.
 
@@ -65,6 +67,7 @@ class KcpTrainOneStepCell(nn.Cell):
         use_clip_grad: bool = True,
         max_grad_norm: float = 1.0,
         max_skipped_steps: int = 10,
+        accumulation_steps: int = 1,
         scale_sense: float = 1.0,
         **kwargs: Any,
     ):
@@ -79,7 +82,10 @@ class KcpTrainOneStepCell(nn.Cell):
             raise ValueError(f"runner_wrapper.max_grad_norm: {max_grad_norm}; a positive number is needed")
         if max_skipped_steps < 1:
             raise ValueError(f"runner_wrapper.max_skipped_steps: {max_skipped_steps}; at least 1 is needed")
+        if accumulation_steps < 1:
+            raise ValueError(f"runner_wrapper.accumulation_steps: {accumulation_steps}; at least 1 is needed")
         self.network = network
+        self.accumulation_steps = accumulation_steps
         self.network.set_grad()
         self.optimizer = optimizer
         self.use_clip_grad = use_clip_grad
@@ -102,8 +108,7 @@ class KcpTrainOneStepCell(nn.Cell):
         return tuple(zip([0, *ends[:-1]], ends, shapes, strict=True))
 
     def construct(self, *inputs):
-        (loss_sum, count), gradients = self.value_and_grad(*inputs)
-        fused = self._fuse(gradients, loss_sum, count)
+        fused = self._differentiate(inputs) if self.accumulation_steps == 1 else self._accumulate(inputs)
         if self.world > 1:
             fused = self.all_reduce(fused)
         total_count = ops.maximum(fused[-1], 1.0)
@@ -118,6 +123,27 @@ class KcpTrainOneStepCell(nn.Cell):
         if finite:
             loss = ops.depend(loss, self.optimizer(self._split(gradient)))
         return loss, ops.logical_not(finite), self.loss_scale, learning_rate, norm
+
+    def _differentiate(self, inputs):
+        (loss_sum, count), gradients = self.value_and_grad(*inputs)
+        return self._fuse(gradients, loss_sum, count)
+
+    def _accumulate(self, inputs):
+        """The same, part by part; a part begins when the one before is done, its exchanges too."""
+        size = inputs[0].shape[0] // self.accumulation_steps
+        fused = self._differentiate(self._part(inputs, 0, size))
+        for number in range(1, self.accumulation_steps):
+            part = self._part(inputs, number * size, (number + 1) * size)
+            part = (ops.depend(part[0], fused),) + part[1:]
+            fused = fused + self._differentiate(part)
+        return fused
+
+    @staticmethod
+    def _part(inputs, begin, end):
+        part = ()
+        for x in inputs:
+            part = part + (x[begin:end],)
+        return part
 
     def _fuse(self, gradients, loss_sum, count):
         flat = ()

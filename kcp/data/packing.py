@@ -8,11 +8,12 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from kcp.data.tokenizer import ByteTokenizer
+from kcp.data.tokenizer import ByteTokenizer, FileTokenizer
 
 IGNORED_LABEL = -100
 
@@ -32,6 +33,7 @@ class PackedSamples:
         shuffle: whether documents are shuffled, anew for every epoch.
         num_samples: samples of an epoch; 0 takes the text once. More than the text gives go on with another pass over
             it, shuffled again.
+        tokenizer: None: one token a byte; else all documents are tokenized at once, and kept as 4 bytes a token.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -46,6 +48,7 @@ class PackedSamples:
         seed: int = 0,
         shuffle: bool = True,
         num_samples: int = 0,
+        tokenizer: FileTokenizer | None = None,
     ) -> None:
         for name, value, least in (
             ("seq_length", seq_length, 1),
@@ -62,7 +65,11 @@ class PackedSamples:
         self.max_documents = max_documents
         self.seed = seed
         self.shuffle = shuffle
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer = tokenizer or ByteTokenizer()
+        self.encoded = None if tokenizer is None else [tokens for d in documents if len(tokens := tokenizer.encode(d)) > 1]
+        self.sizes = [len(d) + 2 for d in documents] if self.encoded is None else [len(tokens) for tokens in self.encoded]
+        if not self.sizes:
+            raise ValueError("documents have fewer than two tokens each: nothing can be predicted")
         self._plan_epoch = -1
         self._plan: list[list[Piece]] = []
         # With max_documents the order decides how many samples one pass fills; epoch 0 decides for every epoch.
@@ -105,7 +112,9 @@ class PackedSamples:
         return input_ids, labels, loss_mask, cu_seqlens
 
     def _tokens(self, document: int, begin: int, end: int) -> np.ndarray:
-        """Tokens begin..end-1 of a document: token 0 is bos, token i byte i - 1, the last one eos."""
+        """Tokens begin..end-1 of a document: of bytes, token 0 is bos, token i byte i - 1, the last one eos."""
+        if self.encoded is not None:
+            return self.encoded[document][begin:end]
         data = self.documents[document]
         tokens = self.tokenizer.encode(data[max(begin - 1, 0) : end - 1], add_special_tokens=False)
         head = [self.tokenizer.bos_token_id] if begin == 0 else []
@@ -113,7 +122,7 @@ class PackedSamples:
         return np.concatenate((head, tokens, tail)).astype(np.int32)
 
     def _order(self, epoch: int, turn: int) -> np.ndarray:
-        count = len(self.documents)
+        count = len(self.sizes)
         if not self.shuffle:
             return np.arange(count)
         return np.random.default_rng([self.seed, epoch, turn]).permutation(count)
@@ -130,7 +139,7 @@ class PackedSamples:
         room, turn = self.seq_length, 0
         while turn == 0 or len(samples) < limit:
             for document in self._order(epoch, turn).tolist():
-                begin, last = 0, len(self.documents[document]) + 1
+                begin, last = 0, self.sizes[document] - 1
                 while begin < last:
                     end = min(last, begin + room)
                     current.append((document, begin, end))
@@ -158,30 +167,57 @@ class EpochView:
         samples: all samples.
         num_shards: data parallel replicas.
         shard_id: this replica; it reads samples shard_id, shard_id + num_shards, ... Every replica has equally many.
+        batch_size: samples of a step on a replica; what is left of an epoch after its last whole step is passed over.
+        position: where the first pass starts: an epoch, and a sample of it counted over all replicas.
+        hold: every pass reads the first one's samples, for an evaluation.
+        identity: what decides the samples and their order, for who resumes.
 
     Raises:
-        ValueError: shard_id is not in 0..num_shards-1, or there are fewer samples than replicas.
+        ValueError: shard_id is not in 0..num_shards-1, there are fewer samples than replicas need for a step, or the position is
+            negative.
     """
 
-    def __init__(self, samples: PackedSamples, num_shards: int = 1, shard_id: int = 0) -> None:
+    def __init__(
+        self,
+        samples: PackedSamples,
+        num_shards: int = 1,
+        shard_id: int = 0,
+        batch_size: int = 1,
+        position: tuple[int, int] = (0, 0),
+        hold: bool = False,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
         if not 0 <= shard_id < num_shards:
             raise ValueError(f"shard_id = {shard_id}: 0 <= shard_id < num_shards = {num_shards} is needed")
-        if len(samples) < num_shards:
-            raise ValueError(f"num_samples = {len(samples)}: at least one for each of {num_shards} replicas is needed")
+        if len(samples) < num_shards * batch_size:
+            raise ValueError(f"num_samples = {len(samples)}: at least {batch_size} for each of {num_shards} replicas are needed")
+        if min(position) < 0:
+            raise ValueError(f"position = {position}: an epoch >= 0 and a sample >= 0 are needed")
         self.samples = samples
         self.num_shards = num_shards
         self.shard_id = shard_id
-        self.epoch = 0
+        self.batch_size = batch_size
+        self.length = len(samples) // num_shards // batch_size * batch_size
+        self.start = position[0] * self.length + position[1] // num_shards
+        self.hold = hold
+        self.identity = dict(identity or {})
+        self.passes = 0
         self._complete = False
 
     def __len__(self) -> int:
-        return len(self.samples) // self.num_shards
+        return self.length
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         index = int(index)
         if index == 0 and self._complete:
-            self.epoch += 1
+            self.passes += 1
             self._complete = False
-        if index == len(self) - 1:
-            self._complete = True
-        return self.samples.sample(self.epoch, index * self.num_shards + self.shard_id)
+        if index == self.length - 1:
+            self._complete = not self.hold
+        epoch, local = divmod(self.start + self.passes * self.length + index, self.length)
+        return self.samples.sample(epoch, local * self.num_shards + self.shard_id)
+
+    def position(self, steps: int) -> tuple[int, int]:
+        """Epoch, and sample over all replicas, that come next after ``steps`` steps of this view."""
+        epoch, local = divmod(self.start + steps * self.batch_size, self.length)
+        return epoch, local * self.num_shards

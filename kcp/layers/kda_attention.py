@@ -14,6 +14,7 @@ from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
 from kcp.layers.kda_core import KdaCore, KdaCoreConfig
+from kcp.layers.kda_health import HealthMeter
 from kcp.layers.linear import Linear
 from kcp.layers.norms import GatedRMSNorm
 from kcp.layers.short_conv import ShortConv
@@ -159,12 +160,21 @@ class KdaAttention(nn.Cell):
         self.o_proj = Linear(self.value_width, hidden, init_std=std)
         self.short_conv = ShortConv(group, config.conv_size)
         self.core = KdaCore(config.core(), group)
+        self.meter = HealthMeter(self.core.config, self.core.local_options(True, True))
 
     def construct(self, hidden_states, cu_seqlens=None):
         x = hidden_states
         taps, bias = self.taps()
         out, _ = self.attend(x, self.short_conv(self.project(x), taps, bias, cu_seqlens), None, cu_seqlens, False)
         return self.close(x, out)
+
+    def health(self, hidden_states, cu_seqlens=None):
+        """``[7]`` float32, the figures of :mod:`kcp.layers.kda_health` over this rank's slice; inputs as ``construct``'s."""
+        x = hidden_states
+        taps, bias = self.taps()
+        q, k, v, g, beta = self.core_inputs(x, self.short_conv(self.project(x), taps, bias, cu_seqlens))
+        gate = self.g_b_proj(self.g_a_proj(x)).reshape(v.shape)
+        return self.meter.measure(q, k, v, g, beta, self.A_log.reshape((-1,)), self.dt_bias, gate)
 
     def project(self, x):
         """q, k and v before the convolutions, side by side ``[B, T, widths]``."""
@@ -178,17 +188,20 @@ class KdaAttention(nn.Cell):
             bias = ops.concat((self.q_conv1d.bias, self.k_conv1d.bias, self.v_conv1d.bias), 0)
         return taps, bias
 
-    def attend(self, x, qkv, initial_state, cu_seqlens, output_final_state):
-        """The core on convolved ``qkv``, with the gates of x: ``(out [B, T, Hv, V], final state or None)``."""
+    def core_inputs(self, x, qkv):
+        """The core's q, k, v, g and beta from convolved ``qkv`` and x."""
         tokens = x.shape[:2]
         q, k, v = ops.split(qkv, (self.key_width, self.key_width, self.value_width), -1)
         q = q.reshape(tokens + (self.num_heads, self.head_dim))
         k = k.reshape(tokens + (self.num_heads, self.head_dim))
         v = v.reshape(tokens + (self.num_v_heads, self.v_head_dim))
         g = self.f_b_proj(self.f_a_proj(x)).reshape(tokens + (self.num_v_heads, self.head_dim))
-        return self.core(
-            q, k, v, g, self.b_proj(x), self.A_log.reshape((-1,)), self.dt_bias, initial_state, cu_seqlens, output_final_state
-        )  # fmt: skip
+        return q, k, v, g, self.b_proj(x)
+
+    def attend(self, x, qkv, initial_state, cu_seqlens, output_final_state):
+        """The core on convolved ``qkv``, with the gates of x: ``(out [B, T, Hv, V], final state or None)``."""
+        q, k, v, g, beta = self.core_inputs(x, qkv)
+        return self.core(q, k, v, g, beta, self.A_log.reshape((-1,)), self.dt_bias, initial_state, cu_seqlens, output_final_state)
 
     def close(self, x, out):
         """Gated norm and output projection."""

@@ -291,10 +291,11 @@ class KdaCore(nn.Cell):
             raise ValueError(f"query has {sizes['T']} tokens; allowed: {group.lengths(0)[group.rank]}, the slice of rank {group.rank}")
         per_row = 0 if boundaries is None else num_documents // batch
         call = Call(batch, num_tokens, sizes["T"], rows, per_row, initial_state is not None, compiled)
-        fields = self._options(a_log is not None, dt_bias is not None)
+        fields = self.local_options(a_log is not None, dt_bias is not None)
         return build(c, group, self.group_parts, backends.select("chunk_kda"), fields, call)
 
-    def _options(self, has_a_log, has_dt_bias) -> dict:
+    def local_options(self, has_a_log: bool, has_dt_bias: bool) -> dict:
+        """Fields of :class:`~kcp.ops.options.KdaOptions` for the local op, but boundaries and states."""
         c = self.config
         return {
             "scale": resolve_scale(c.scale, c.head_dim),

@@ -197,6 +197,10 @@ class SparseMoe(nn.Cell):
             width = config.intermediate_size * config.num_shared_experts
             self.shared_experts = SwiGLU(config.hidden_size, width, config.initializer_range)
 
+    def load(self, x):
+        """``[E]`` float32, the fraction of this rank's tokens that chose each expert."""
+        return self.gate(x.reshape((-1, self.hidden_size)))[1]
+
     def construct(self, x):
         flat = x.reshape((-1, self.hidden_size))
         weights, chosen, index = self.gate.route(flat)

@@ -87,6 +87,11 @@ class _Hub:
         return value
 
 
+def _stacked(parts: Sequence[Any]) -> Any:
+    """``[len(parts), ...]``; Stack lacks bfloat16 on the CPU, Concat has it."""
+    return ops.concat(tuple(ops.expand_dims(part, 0) for part in parts), 0)
+
+
 class LockstepCollectives:
     """The collectives of :mod:`kcp.parallel.collectives` for one rank of a lockstep run.
 
@@ -124,7 +129,7 @@ class LockstepCollectives:
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         self._received(purpose, x.shape, x.dtype, self.size - 1, self.size - 1)
-        return ops.stack(tuple(self._meet("all_gather", x)), 0)
+        return _stacked(self._meet("all_gather", x))
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         self._received(purpose, x.shape, x.dtype, 1, 1)
@@ -136,7 +141,7 @@ class LockstepCollectives:
 
     def all_to_all(self, x: Tensor, purpose: str) -> Tensor:
         self._received(purpose, x.shape[1:], x.dtype, self.size - 1, self.size - 1)
-        return ops.stack(tuple(part[self.rank] for part in self._meet("all_to_all", x)), 0)
+        return _stacked([part[self.rank] for part in self._meet("all_to_all", x)])
 
     def has_point_to_point(self, compiled: bool) -> bool:
         return self.point_to_point

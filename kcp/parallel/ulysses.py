@@ -39,9 +39,9 @@ def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
         piece = x[:, begin : begin + lengths[r]]
         if lengths[r] < longest:
             piece = ops.concat((piece, ops.zeros((x.shape[0], longest - lengths[r]) + x.shape[2:], x.dtype)), 1)
-        pieces.append(piece)
+        pieces.append(ops.expand_dims(piece, 0))
         begin += lengths[r]
-    received = group.collectives.all_to_all(ops.stack(tuple(pieces), 0), HEADS)
+    received = group.collectives.all_to_all(ops.concat(tuple(pieces), 0), HEADS)
     heads = []
     for r in range(group.size):
         heads.append(received[r][:, :local_tokens])

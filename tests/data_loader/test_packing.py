@@ -108,7 +108,7 @@ def test_epoch_goes_on_after_a_complete_pass_only():
     again = [view[index][0] for index in range(len(view))]
     second = [view[index][0] for index in range(len(view))]
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=False))
-    assert view.epoch == 1
+    assert view.passes == 1
     assert not np.array_equal(np.concatenate(again), np.concatenate(second))
 
 
@@ -131,7 +131,7 @@ def test_view_refuses_a_shard_out_of_range_and_too_few_samples():
     samples = PackedSamples([b"a"], 8)
     with pytest.raises(ValueError, match="shard_id = 2"):
         EpochView(samples, 2, 2)
-    with pytest.raises(ValueError, match="at least one for each of 3 replicas"):
+    with pytest.raises(ValueError, match="at least 1 for each of 3 replicas"):
         EpochView(samples, 3, 0)
     with pytest.raises(IndexError, match="index 1 is out of range"):
         samples.sample(0, 1)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
 from _msrun import REPO, WorkerError, run_workers, tail
 
 WORKER = Path(__file__).with_name("_worker.py")
@@ -107,3 +108,52 @@ def train(folder: Path, *, steps=20, mode="graph", **options) -> list[dict]:
 def read_metrics(folder: Path) -> list[dict]:
     """The records of a run's ``metrics.jsonl``."""
     return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def prepare(folder: Path, *, cp=1, callbacks=(), changes=None, samples=13, **options) -> Path:
+    """Write a run on this repository's documents, read by kcp's own loader.
+
+    Args:
+        folder: of the run; made if missing.
+        cp: context parallel ranks.
+        callbacks: the section of that name.
+        changes: values of further keys, by dotted name.
+        samples: of an epoch.
+        options: as :func:`write_config` takes them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = write_config(folder, cp=cp, strategy="state_scan" if cp > 1 else "none", **options)
+    run = yaml.safe_load(path.read_text())
+    run["train_dataset"]["data_loader"] = {
+        "type": "KcpTextDataset",
+        "dataset_dir": str(REPO / "docs"),
+        "num_samples": samples,
+        "max_documents": 4,
+    }
+    run["train_dataset_task"]["dataset_config"] = run["train_dataset"]
+    run["callbacks"] = list(callbacks)
+    for dotted, value in (changes or {}).items():
+        *sections, key = dotted.split(".")
+        section = run
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = value
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+def begin(path: Path, steps: int, *arguments) -> subprocess.Popen:
+    """Start ``kcp train`` on a run file."""
+    command = [sys.executable, "-m", "kcp.cli", "train", str(path), "--steps", str(steps), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    return subprocess.Popen(command, env=environment, cwd=path.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen, code: int = 0, timeout: float = 800) -> str:
+    """Wait for the end of a launcher; what it said on stderr."""
+    try:
+        _, said = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    assert process.returncode == code, said
+    return said

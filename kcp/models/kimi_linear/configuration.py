@@ -54,6 +54,8 @@ class KimiLinearConfig(PretrainedConfig):
         kda_hybrid_ulysses_degree: Consecutive ranks that exchange heads under hybrid, a divisor of the ranks and the heads; 0: the largest.
         mla_cp_strategy: ``none``, ``ulysses`` or ``latent_gather``: how MLA crosses the ranks; None means ``latent_gather`` over several.
         kda_disable_recompute: True keeps the chunk caches for the backward; False computes them again.
+        recompute: Whether the backward computes each layer again instead of keeping its activations. ``kcp.train`` sets it from
+            ``recompute_config.recompute``.
         kda_safe_gate: True for the lower-bound gate, False for the softplus gate.
         kda_lower_bound: Lower bound of the log decay with ``kda_safe_gate``, in [-5, 0).
         kda_allow_neg_eigval: Whether beta reaches 2.
@@ -103,6 +105,7 @@ class KimiLinearConfig(PretrainedConfig):
         kda_hybrid_ulysses_degree: int = 0,
         mla_cp_strategy: str | None = None,
         kda_disable_recompute: bool = True,
+        recompute: bool = False,
         kda_safe_gate: bool = False,
         kda_lower_bound: float = -5.0,
         kda_allow_neg_eigval: bool = False,
@@ -145,6 +148,7 @@ class KimiLinearConfig(PretrainedConfig):
         self.kda_ptp_head_groups = kda_ptp_head_groups
         self.kda_hybrid_ulysses_degree = kda_hybrid_ulysses_degree
         self.kda_disable_recompute = kda_disable_recompute
+        self.recompute = recompute
         self.kda_safe_gate = kda_safe_gate
         self.kda_lower_bound = kda_lower_bound
         self.kda_allow_neg_eigval = kda_allow_neg_eigval

@@ -96,20 +96,31 @@ class KimiLinearDecoderLayer(nn.Cell):
 
     def __init__(self, config: KimiLinearConfig, layer: int, group: CpGroup):
         super().__init__()
+        self.is_kda = config.layer_types[layer] == "linear_attention"
+        self.is_sparse = config.mlp_layer_types[layer] == "sparse"
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if config.layer_types[layer] == "linear_attention":
+        if self.is_kda:
             self.self_attn = KdaAttention(kda_attention_config(config), group)
         else:
             self.self_attn = MultiLatentAttention(mla_config(config), group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if config.mlp_layer_types[layer] == "dense":
-            self.block_sparse_moe = SwiGLU(config.hidden_size, config.intermediate_size, config.initializer_range)
-        else:
+        if self.is_sparse:
             self.block_sparse_moe = SparseMoe(moe_config(config))
+        else:
+            self.block_sparse_moe = SwiGLU(config.hidden_size, config.intermediate_size, config.initializer_range)
 
     def construct(self, hidden_BLD, cu_seqlens=None):
         hidden_BLD = hidden_BLD + self.self_attn(self.input_layernorm(hidden_BLD), cu_seqlens)
         return hidden_BLD + self.block_sparse_moe(self.post_attention_layernorm(hidden_BLD))
+
+    def health(self, hidden_BLD, cu_seqlens=None):
+        """``(output, figures, load)``: the layer's output, and one-element tuples of what its kind of layer has to show, else empty."""
+        normed_BLD = self.input_layernorm(hidden_BLD)
+        figures = (self.self_attn.health(normed_BLD, cu_seqlens),) if self.is_kda else ()
+        hidden_BLD = hidden_BLD + self.self_attn(normed_BLD, cu_seqlens)
+        normed_BLD = self.post_attention_layernorm(hidden_BLD)
+        load = (self.block_sparse_moe.load(normed_BLD),) if self.is_sparse else ()
+        return hidden_BLD + self.block_sparse_moe(normed_BLD), figures, load
 
 
 class KimiLinearModel(nn.Cell):
@@ -131,6 +142,9 @@ class KimiLinearModel(nn.Cell):
         self.compute_dtype = getattr(ms, config.compute_dtype)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.initializer_range)
         layers = [KimiLinearDecoderLayer(config, layer, group) for layer in range(config.num_hidden_layers)]
+        if config.recompute:
+            for layer in layers:
+                layer.recompute()
         self.layers = nn.CellList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -139,6 +153,15 @@ class KimiLinearModel(nn.Cell):
         for layer in self.layers:
             hidden_BLD = layer(hidden_BLD, cu_seqlens)
         return self.norm(hidden_BLD)
+
+    def health(self, token_ids_BL, cu_seqlens=None):
+        """``(figures, loads)``: one tensor for each KDA layer, and one for each sparse layer."""
+        hidden_BLD = self.embed_tokens(token_ids_BL).astype(self.compute_dtype)
+        figures, loads = (), ()
+        for layer in self.layers:
+            hidden_BLD, figure, load = layer.health(hidden_BLD, cu_seqlens)
+            figures, loads = figures + figure, loads + load
+        return figures, loads
 
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
@@ -159,7 +182,8 @@ class KimiLinearForCausalLM(PreTrainedModel):
         The trainer adds both over all ranks; their quotient is the loss.
 
     Raises:
-        ValueError: The number of launched ranks is not a multiple of ``config.context_parallel_size``.
+        ValueError: The number of launched ranks is not a multiple of ``config.context_parallel_size``, or the device lacks the kernels
+            of ``config.compute_dtype``.
     """
 
     config_class = KimiLinearConfig
@@ -169,6 +193,9 @@ class KimiLinearForCausalLM(PreTrainedModel):
 
     def __init__(self, config: KimiLinearConfig, group: CpGroup | None = None):
         super().__init__(config)
+        if config.compute_dtype != "float32" and ms.get_context("device_target") == "CPU":
+            reason = "float32 is needed on the CPU, where most of MindSpore's kernels have no 16-bit version (the KDA op itself has)"
+            raise ValueError(f"compute_dtype: {config.compute_dtype!r} is not supported; {reason}")
         self.group = context_parallel_group(config.context_parallel_size) if group is None else group
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
@@ -199,6 +226,30 @@ class KimiLinearForCausalLM(PreTrainedModel):
         begin, end = self.group.slice_bounds(input_ids.shape[1])
         logits_NV = self._logits_of_slice(input_ids[:, begin:end], cu_seqlens)
         return logits_NV.reshape((input_ids.shape[0], end - begin, self.vocab_size))
+
+    def health(self, input_ids, cu_seqlens=None):
+        """Figures of this rank's slice for :class:`kcp.gauges.Health`.
+
+        Args:
+            input_ids: ``[B, T]`` int32, whole samples.
+            cu_seqlens: boundaries of packed documents, or None.
+
+        Returns:
+            ``([KDA layers, 7], [sparse layers, E])`` float32; zeros ``[1, 1]`` for a kind of layer that the model lacks.
+        """
+        begin, end = self.group.slice_bounds(input_ids.shape[1])
+        figures, loads = self.model.health(input_ids[:, begin:end], cu_seqlens)
+        none = ops.zeros((1, 1), ms.float32)
+        return ops.stack(figures) if figures else none, ops.stack(loads) if loads else none
+
+    def health_layers(self) -> tuple[list[int], list[int]]:
+        """Numbers of the KDA layers and of the sparse ones, the rows of :meth:`health`."""
+        layers = list(enumerate(self.model.layers))
+        return [n for n, layer in layers if layer.is_kda], [n for n, layer in layers if layer.is_sparse]
+
+    def no_weight_decay_keywords(self) -> tuple[str, ...]:
+        """Asked by MindFormers' trainer: parameters whose decay would be a change of the gate; it spares norms and biases itself."""
+        return ("A_log", "dt_bias")
 
     def _logits_of_slice(self, token_ids_BL, cu_seqlens):
         return self.logits_of(self.model(token_ids_BL, cu_seqlens).reshape((-1, self.hidden_size)))
