@@ -10,6 +10,7 @@ Exit codes: 0 done; 1 training failed; 2 the configuration can't be run.
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from kcp.hf.tensors import StoredTensor
 from kcp.weights import weights_of_run
 
 MODES = {"graph": 0, "pynative": 1}
+RUN_CONFIG = "config.yaml"  # the run's file, kept beside its results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,6 +104,8 @@ def train(
     os.environ["LOCAL_DEFAULT_PATH"] = str(folder)
     progress = sys.stdout
     rank = int(os.environ.get("RANK_ID", "0"))
+    if rank == 0 and run.path.resolve() != folder / RUN_CONFIG:
+        shutil.copyfile(run.path, folder / RUN_CONFIG)
     with (folder / f"mindformers_rank{rank}.log").open("w", buffering=1, encoding="utf-8") as log:
         with contextlib.redirect_stdout(log):
             _train(run, folder, mode, steps, progress, weights, checkpoint)
