@@ -12,8 +12,8 @@ GENERATE_HELP = """\
 Continues a prompt with a recurrent state: a KDA layer keeps one state a head
 however long the text is, an MLA layer one latent a token.
 
-FOLDER holds a Hugging Face checkpoint, or kcp's safetensors with
-model_config.yaml (kcp convert) or a run's YAML given by --config. Text is read by
+FOLDER is a Hugging Face checkpoint, the output folder of a run (its newest
+checkpoint), or kcp's safetensors with model_config.yaml (kcp convert). Text is read by
 its tokenizer.json, or as bytes without one. --temperature 0 takes the most likely
 token each time; otherwise tokens are drawn.
 

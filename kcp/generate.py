@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from kcp.checkpoint import FOLDER, find_checkpoint
 from kcp.data.text import DataError
 from kcp.data.tokenizer import ByteTokenizer, FileTokenizer
 from kcp.hf.convert import MODEL_CONFIG, options_of_yaml
@@ -16,10 +17,11 @@ from kcp.hf.tensors import StoredTensor, check_tensors, expected_shapes, scan
 
 
 def read_model(folder: Path, config: Path | None) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Model options and tensors of a folder that holds a Hugging Face checkpoint or kcp's safetensors.
+    """Model options and tensors of a folder that holds a Hugging Face checkpoint, kcp's safetensors, or a run.
 
     Args:
-        folder: with ``config.json``, or with ``model_config.yaml`` (as ``kcp convert`` writes it).
+        folder: with ``config.json``, or with ``model_config.yaml`` (as ``kcp convert`` and a run's checkpoints have it), or the output
+            folder of a run, whose newest checkpoint is taken.
         config: a run's YAML in place of these.
 
     Raises:
@@ -27,6 +29,8 @@ def read_model(folder: Path, config: Path | None) -> tuple[dict[str, Any], dict[
     """
     if not folder.is_dir():
         raise CheckpointError([f"{folder}: no such folder"])
+    if (folder / FOLDER).is_dir():
+        folder = find_checkpoint(folder)
     if config is None and (folder / "config.json").exists():
         from kcp.hf.convert import read_hf
 
@@ -37,14 +41,8 @@ def read_model(folder: Path, config: Path | None) -> tuple[dict[str, Any], dict[
         allowed = f"config.json or {MODEL_CONFIG} beside the tensors, or --config with a run's YAML, is needed"
         raise CheckpointError([f"{folder}: does not say what model it is; {allowed}"])
     options, tensors = options_of_yaml(source), scan(folder)
-    shapes = expected_shapes(options)
-    model = {name: tensor for name, tensor in tensors.items() if name in shapes or not name.startswith(_OPTIMIZER)}
-    check_tensors(model, shapes)
-    return options, model
-
-
-# What a training checkpoint holds beside the model, by the begin of the name.
-_OPTIMIZER = ("adam_m.", "adam_v.", "global_step", "epoch_num", "step_num", "loss_scale", "learning_rate", "beta1_power", "beta2_power")
+    check_tensors(tensors, expected_shapes(options))
+    return options, tensors
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> FileTokenizer | ByteTokenizer:

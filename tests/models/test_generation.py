@@ -86,10 +86,14 @@ def test_refusals(golden, options, message):
         list(generate(golden, **({"prompt": np.array([[1]]), "num_tokens": 1} | options)))
 
 
-def test_both_kinds_of_folder_say_the_same(tmp_path):
+def test_all_kinds_of_folder_say_the_same(tmp_path):
     hf_to_kcp(golden_folder(), tmp_path / "kcp")
-    texts = [run(folder, "def f(", 10, stream=io.StringIO()) for folder in (golden_folder(), tmp_path / "kcp")]
-    assert texts[0] == texts[1]
+    # the output folder of a run: its newest checkpoint, whose weights the index names
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000012"
+    shutil.copytree(tmp_path / "kcp", checkpoint)
+    (checkpoint.parent / "step_00000006").mkdir()
+    texts = [run(folder, "def f(", 10, stream=io.StringIO()) for folder in (golden_folder(), tmp_path / "kcp", tmp_path / "run")]
+    assert texts[0] == texts[1] == texts[2]
     drawn = [run(tmp_path / "kcp", "def f(", 10, 1.0, 20, seed, stream=io.StringIO()) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 

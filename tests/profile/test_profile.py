@@ -35,11 +35,14 @@ def test_layers_and_exchanges_of_two_processes(tmp_path, capsys):
 
 def test_table_adds_up():
     figures = {
-        "layers": [{"name": "KDA", "count": 3, "forward": 0.01, "backward": 0.02}, {"name": "norm", "count": 7, "forward": 0.001, "backward": 0.0}],
+        "layers": [
+            {"name": "KDA", "count": 3, "forward": 0.01, "backward": 0.02},
+            {"name": "norm", "count": 7, "forward": 0.001, "backward": 0.0},
+        ],
         "exchanges": [],
         "step": 0.1,
         "run": {"ranks": 1, "strategy": "none", "batch": 1, "tokens": 2048, "threads": "2"},
-    }  # fmt: skip
+    }
     lines = profile_text(figures).splitlines()
     assert lines[1] == "a step takes 100.0 ms: 20480 tokens/s"
     assert lines[4].split() == ["KDA", "3", "10.00", "20.00", "90.0", "90.0%"]
