@@ -49,8 +49,12 @@ class Health:
         if self.kda_layers:
             record["health"] = dict(zip(self._names(self.kda_layers), combine(from_all_ranks(kda.asnumpy())), strict=True))
         if self.moe_layers:
-            shares = from_all_ranks(load.asnumpy()).mean(0)
-            balance = [{"max_over_mean": _number(share.max() / share.mean())} for share in shares]
+            found = from_all_ranks(load.asnumpy())
+            shares, margins = found[..., :-1].mean(0), found[..., -1].min(0)
+            balance = [
+                {"max_over_mean": _number(share.max() / share.mean()), "router_margin": _number(margin)}
+                for share, margin in zip(shares, margins, strict=True)
+            ]
             record["moe"] = dict(zip(self._names(self.moe_layers), balance, strict=True))
             worst = max((layer["max_over_mean"] for layer in balance if layer["max_over_mean"] is not None), default=math.nan)
             remark = f"  experts {worst:.2f} max/mean"
@@ -74,7 +78,7 @@ def _number(value: Any) -> float | None:
 
 
 class HealthProbe(nn.Cell):
-    """A forward pass that hands out figures; takes a batch, gives ``([KDA layers, 7], [sparse layers, E])``."""
+    """A forward pass that hands out figures; takes a batch, gives ``([KDA layers, 7], [sparse layers, E + 1])``."""
 
     def __init__(self, model: nn.Cell):
         super().__init__(auto_prefix=False)

@@ -24,7 +24,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CHUNK = 64
-PAUSE_SECONDS = 0.1  # before every timed call: idle threads of other libraries spin for a while after their work
 FORWARD_BACKWARD = 3.5
 
 
@@ -303,7 +302,6 @@ def main():
         for key, (run, _) in rows.items():
             if key[0] == "composite" and i >= args.warm_up + max(3, args.rounds // 5):
                 continue  # slow, and steady
-            time.sleep(PAUSE_SECONDS)
             begin = clock()
             run()
             if i >= args.warm_up:

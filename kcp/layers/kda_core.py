@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.common._grad_function import _Function
 from mindspore.ops import constexpr
 
 from kcp.ops import backends
@@ -135,6 +136,27 @@ class StrategyCell(nn.Cell):
         return grads + (cu - cu,)
 
 
+class _StrategyPyNative(_Function):
+    """The same call for PyNative, where a Cell's caches would get zero gradients as large as they are; here they stay in the context."""
+
+    @staticmethod
+    def forward(ctx, cell, *tensors):
+        out, final_state, saved = cell.strategy.forward(*tensors, cell.output_final_state)
+        ctx.cell, ctx.state_shape = cell, final_state.shape
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.set_materialize_grads(False)
+        return out, final_state
+
+    @staticmethod
+    def backward(ctx, d_out, d_final):
+        cell, saved = ctx.cell, ctx.saved_tensors
+        if not cell.output_final_state:
+            d_final = None
+        elif d_final is None:  # other ranks may have a gradient, and all of them sum it
+            d_final = ops.zeros(ctx.state_shape, ms.float32)
+        return (None, *cell.strategy.backward(*saved[:9], saved[9:], d_out, d_final), None)
+
+
 def _split_boundaries(cu_seqlens):
     """``(host boundaries or None, boundary Tensor or None)``; in PyNative a Tensor's values are read and become host boundaries."""
     if cu_seqlens is None:
@@ -194,6 +216,7 @@ class KdaCore(nn.Cell):
         self.group = group
         self.group_parts = split_for(config, group)
         self.distributed = group.size > 1
+        self.dense_cell = (None, None)
         self.number = next(_numbers)
         _cores[self.number] = self
 
@@ -253,13 +276,14 @@ class KdaCore(nn.Cell):
         )
         cell = _strategy_cell(self.number, infos, rows, describe(boundaries), output_final_state, in_graph())
         none = ops.zeros((1,), ms.float32)
-        results = cell(
+        tensors = (
             q, k, v, g, beta,
             none if a_log is None else a_log,
             none if dt_bias is None else dt_bias,
             none if initial_state is None else initial_state,
             none if boundaries is None else boundaries,
         )  # fmt: skip
+        results = cell(*tensors) if in_graph() else _StrategyPyNative.apply(cell, *tensors)
         return results[0], results[1] if output_final_state else None
 
     def strategy_cell(self, tensors: tuple, rows, boundaries, output_final_state: bool, compiled: bool = False) -> StrategyCell:
@@ -268,7 +292,12 @@ class KdaCore(nn.Cell):
         ``rows``: host boundaries, one tuple of integers for B = 1 or one a row; ``boundaries``: ``(shape, dtype)`` of a boundary Tensor;
         ``compiled``: the cell becomes part of a graph.
         """
-        return StrategyCell(self._strategy(tensors, rows, boundaries, compiled), output_final_state)
+        if rows is not None or boundaries is not None or compiled:
+            return StrategyCell(self._strategy(tensors, rows, boundaries, compiled), output_final_state)
+        key = (tensors, output_final_state, backends.select("chunk_kda"))
+        if self.dense_cell[0] != key:  # one step's shapes are mostly the last one's
+            self.dense_cell = key, StrategyCell(self._strategy(tensors, None, None, False), output_final_state)
+        return self.dense_cell[1]
 
     def _strategy(self, tensors, rows, boundaries, compiled):
         c, group = self.config, self.group

@@ -86,6 +86,22 @@ class Router(nn.Cell):
     def route(self, x):
         """``(weights [N, E], chosen [N, E] of zeros and ones, index [N, k] of the chosen experts)``."""
         c = self.config
+        scores, ranked = self._ranked(x)
+        chosen, index = self._chosen(ranked, c.num_experts_per_token, c.num_experts)
+        weights = scores * chosen
+        if c.renormalize:
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        return weights * c.routed_scaling_factor, chosen, index
+
+    def margin(self, x):
+        """``[1]``: the smallest distance, over the tokens, between the last score that is chosen and the first that is not."""
+        count = self.config.num_experts_per_token
+        best = ops.topk(self._ranked(x)[1], min(count + 1, self.config.num_experts))[0]
+        return ops.ReduceMin()(best[:, count - 1] - best[:, -1]).reshape((1,))
+
+    def _ranked(self, x):
+        """``(scores, what they are ranked by)``, both ``[N, E]``."""
+        c = self.config
         scores = numerics.sigmoid(self.product(ops.cast(x, ms.float32), self.weight))
         ranked = ops.stop_gradient(scores) + self.e_score_correction_bias
         if c.num_expert_group > 1:
@@ -94,11 +110,7 @@ class Router(nn.Cell):
             allowed = self._chosen(worth, c.topk_group, c.num_expert_group)[0]
             allowed = ops.broadcast_to(ops.expand_dims(allowed, -1), grouped.shape).reshape(ranked.shape)
             ranked = ranked * allowed - 1e30 * (1.0 - allowed)
-        chosen, index = self._chosen(ranked, c.num_experts_per_token, c.num_experts)
-        weights = scores * chosen
-        if c.renormalize:
-            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-        return weights * c.routed_scaling_factor, chosen, index
+        return scores, ranked
 
     @staticmethod
     def _chosen(values, count, size):
@@ -198,8 +210,9 @@ class SparseMoe(nn.Cell):
             self.shared_experts = SwiGLU(config.hidden_size, width, config.initializer_range)
 
     def load(self, x):
-        """``[E]`` float32, the fraction of this rank's tokens that chose each expert."""
-        return self.gate(x.reshape((-1, self.hidden_size)))[1]
+        """``[E + 1]`` float32: the fraction of this rank's tokens that chose each expert, and the router's smallest margin."""
+        flat = x.reshape((-1, self.hidden_size))
+        return ops.concat((self.gate(flat)[1], self.gate.margin(flat)), 0)
 
     def construct(self, x):
         flat = x.reshape((-1, self.hidden_size))

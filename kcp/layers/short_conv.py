@@ -6,11 +6,14 @@ y_t = silu(bias + sum_d weight[:, size-1-d] x_{t-d}),  d = 0 .. size-1;  x befor
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore.common._grad_function import _Function
 from mindspore.ops import constexpr
 
 from kcp.layers.fused import MAX_TAPS, layer_cell, serves
-from kcp.ops.numerics import silu
+from kcp.ops.numerics import in_graph, silu, silu_grad, total
 from kcp.parallel.halo import Halo
+
+BLOCK = 1 << 20  # numbers; PyNative works on larger inputs in blocks of tokens
 
 
 @constexpr
@@ -39,6 +42,66 @@ def tokens_into_document(begin: int, end: int, cu_seqlens) -> Tensor:
     return ops.ReduceMin(True)(ops.select(gaps >= 0, gaps, gaps * 0 + end), -1)
 
 
+def _windows(extended, taps, bias, into):
+    """``(sum over the taps [B, n, D], window of every tap, newest first)`` of tokens with their halo, ``[B, size - 1 + n, D]``."""
+    size = taps.shape[1]
+    num_tokens = extended.shape[1] - size + 1
+    windows, y = [], 0.0
+    for d in range(size):
+        window = extended[:, size - 1 - d : size - 1 - d + num_tokens]
+        if into is not None and d > 0:
+            window = window * ops.cast(into >= d, ms.float32)
+        windows.append(window)
+        y = y + window * taps[:, size - 1 - d]
+    return (y if bias is None else y + bias), windows
+
+
+class _Blocks(_Function):
+    """The convolution and its silu in PyNative, a block of tokens at a time: keeps its inputs alone."""
+
+    @staticmethod
+    def forward(ctx, extended, taps, bias, into, block):
+        ctx.save_for_backward(extended, taps)
+        ctx.bias, ctx.into, ctx.block = bias, into, block
+        size, num_tokens = taps.shape[1], extended.shape[1] - taps.shape[1] + 1
+        parts = []
+        for i, j in _spans(num_tokens, block):
+            part = None if into is None else into[:, i:j]
+            parts.append(silu(_windows(extended[:, i : j + size - 1], taps, bias, part)[0]))
+        return ops.concat(tuple(parts), 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        extended, taps = ctx.saved_tensors
+        bias, into, size = ctx.bias, ctx.into, taps.shape[1]
+        d_taps, d_bias, parts, carry = 0.0, 0.0, [], None
+        for i, j in _spans(extended.shape[1] - size + 1, ctx.block):
+            part = None if into is None else into[:, i:j]
+            y, windows = _windows(extended[:, i : j + size - 1], taps, bias, part)
+            dy = silu_grad(y, grad[:, i:j])
+            d_taps = d_taps + ops.stack([total(dy * window, (0, 1)) for window in reversed(windows)], 1)
+            d_bias = d_bias + total(dy, (0, 1))
+            d_extended = 0.0
+            for d in range(size):
+                d_window = dy * taps[:, size - 1 - d]
+                if part is not None and d > 0:
+                    d_window = d_window * ops.cast(part >= d, ms.float32)
+                around = [ops.zeros((dy.shape[0], n, dy.shape[2]), ms.float32) for n in (size - 1 - d, d)]
+                d_extended = d_extended + ops.concat((around[0], d_window, around[1]), 1)
+            if carry is not None:  # what this block's first tokens and the last block's halo share
+                parts.append(d_extended[:, : size - 1] + carry)
+                d_extended = d_extended[:, size - 1 :]
+            parts.append(d_extended[:, : d_extended.shape[1] - size + 1])
+            carry = d_extended[:, d_extended.shape[1] - size + 1 :]
+        return ops.concat((*parts, carry), 1), d_taps, None if bias is None else d_bias, None, None
+
+
+def _spans(num_tokens, block):
+    """Blocks of tokens ``(begin, end)``; the last one has what is left over."""
+    starts = range(0, max(1, num_tokens // block)) if num_tokens else ()
+    return [(n * block, (n + 1) * block if n < len(starts) - 1 else num_tokens) for n in starts]
+
+
 class ShortConv(nn.Cell):
     """The convolution and its silu; weights are handed in, so that q, k and v share one halo exchange.
 
@@ -60,6 +123,7 @@ class ShortConv(nn.Cell):
             raise ValueError(f"size is {size}; allowed: at least 1 tap")
         self.group = group
         self.size = size
+        self.block = BLOCK
         self.halo = Halo(group, size - 1)
         self.no_bias, self.no_boundary = Tensor([0.0], ms.float32), Tensor([0], ms.int32)
 
@@ -78,9 +142,12 @@ class ShortConv(nn.Cell):
             )
             return ops.cast(y, dtype)
         taps = weight.reshape(weight.shape[0], self.size)
-        y = x * taps[:, self.size - 1]
         if self.size > 1:
             extended = ops.concat((halo, x), 1)
+            if not in_graph() and num_tokens * x.shape[2] > self.block:
+                return ops.cast(_Blocks.apply(extended, taps, bias, into, max(self.size, self.block // x.shape[2])), dtype)
+        y = x * taps[:, self.size - 1]
+        if self.size > 1:
             for d in range(1, self.size):
                 earlier = extended[:, self.size - 1 - d : self.size - 1 - d + num_tokens]
                 if into is not None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.common._grad_function import _Function
 from mindspore.ops import constexpr
 
@@ -108,6 +108,15 @@ def _cell(tensors, cu, boundaries, scale, chunk_size, layout, flags, numbers, ch
     check_chunk_indices(chunk_indices, cu, chunk_size)
     object.__setattr__(opts, "cu_seqlens", cu)
     return _cached_cell(opts, backends.select("chunk_kda"))
+
+
+_PLACEHOLDER = Tensor([0.0], ms.float32)
+
+
+@constexpr(check=False)
+def _placeholder():
+    """What stands for an optional tensor that is not given."""
+    return _PLACEHOLDER
 
 
 def check_boundary_info(info):
@@ -225,7 +234,7 @@ def chunk_kda(
     )  # fmt: skip
     if boundaries is not None and not in_graph():
         check_cu_seqlens(boundaries.asnumpy().tolist(), _token_count(q, layout))
-    none = ops.zeros((1,), ms.float32)
+    none = _placeholder()
     tensors = (
         q, k, v, g, beta,
         none if a_log is None else a_log,

@@ -8,9 +8,11 @@ import math
 
 import mindspore as ms
 from mindspore import Tensor, ops
+from mindspore.common._grad_function import _Function
 from mindspore.ops import constexpr
 
 LN2 = math.log(2.0)
+BLOCK = 1 << 20  # numbers that PyNative widens at a time
 
 
 @constexpr
@@ -45,12 +47,56 @@ def exp2(x: Tensor) -> Tensor:
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e^-x), float32 in and out."""
-    return ops.cast(ops.sigmoid(ops.cast(x, wide_dtype())), ms.float32)
+    return _sigmoid(x) if in_graph() else _Lean.apply(x, _sigmoid, _sigmoid_grad)
 
 
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), float32 in and out."""
-    return x * sigmoid(x)
+    return _silu(x) if in_graph() else _Lean.apply(x, _silu, silu_grad)
+
+
+def _sigmoid(x):
+    return ops.cast(ops.sigmoid(ops.cast(x, wide_dtype())), ms.float32)
+
+
+def _sigmoid_grad(x, grad):
+    s = ops.sigmoid(ops.cast(x, wide_dtype()))
+    return ops.cast(ops.cast(grad, wide_dtype()) * s * (1.0 - s), ms.float32)
+
+
+def _silu(x):
+    return x * _sigmoid(x)
+
+
+def silu_grad(x: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of :func:`silu` at ``x``, for the gradient of its result; float32 in and out."""
+    wide = ops.cast(x, wide_dtype())
+    s = ops.sigmoid(wide)
+    return ops.cast(ops.cast(grad, wide_dtype()) * s * (1.0 + wide * (1.0 - s)), ms.float32)
+
+
+def _in_blocks(function, *tensors):
+    """An elementwise function of equally shaped tensors, a block of numbers at a time."""
+    shape, size = tensors[0].shape, tensors[0].size
+    if size <= BLOCK:
+        return function(*tensors)
+    flat = [x.reshape((-1,)) for x in tensors]
+    parts = [function(*(x[i : i + BLOCK] for x in flat)) for i in range(0, size, BLOCK)]
+    return ops.concat(tuple(parts), 0).reshape(shape)
+
+
+class _Lean(_Function):
+    """An elementwise function in PyNative that keeps its input alone, and no wide copies of whole tensors."""
+
+    @staticmethod
+    def forward(ctx, x, function, gradient):
+        ctx.save_for_backward(x)
+        ctx.gradient = gradient
+        return _in_blocks(function, x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _in_blocks(ctx.gradient, ctx.saved_tensors[0], grad), None, None
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -10,10 +10,16 @@ only: an all-to-all is served by an all-gather of everything, which moves ``size
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
+from mindspore.ops import constexpr
 
 from kcp.parallel import traffic
 
 _created_groups: set[str] = set()
+
+
+@constexpr
+def _axis_first(axis: int, ndim: int) -> tuple:
+    return (axis,) + tuple(i for i in range(ndim) if i != axis)
 
 
 @ms.jit_class
@@ -32,6 +38,7 @@ class Collectives:
         self.world_ranks = tuple(range(size) if world_ranks is None else world_ranks)
         self.has_all_to_all = ms.get_context("device_target") != "CPU"
         self.gathered = size - 1  # payloads that an all-gather moves to a rank
+        self.number = Tensor([rank], ms.int32)
         if group is None:
             self._gather, self._reduce = ops.AllGather(), ops.AllReduce()
         else:
@@ -63,13 +70,18 @@ class Collectives:
         traffic.count(traffic.probe, purpose, x.shape, x.dtype, 1, 1, False)
         return self._reduce(x)
 
-    def all_to_all(self, x: Tensor, purpose: str) -> Tensor:
-        """``[size, ...]`` with entry r for rank r -> ``[size, ...]`` with entry r from rank r."""
+    def all_to_all(self, x: Tensor, purpose: str, axis: int = 0) -> Tensor:
+        """``x`` with ``size`` entries along ``axis``, entry r for rank r -> ``[size, ...]`` without that axis, entry r from rank r."""
+        payload = x.shape[:axis] + x.shape[axis + 1 :]
         moved = self.size - 1 if self.has_all_to_all else self.size * self.gathered
-        traffic.count(traffic.probe, purpose, x.shape[1:], x.dtype, self.size - 1, moved, self.gathers_wide(x.dtype))
+        traffic.count(traffic.probe, purpose, payload, x.dtype, self.size - 1, moved, self.gathers_wide(x.dtype))
         if self.has_all_to_all:
-            return self._exchange(x)
-        return self._gather_all(x)[:, self.rank]
+            return self._exchange(ops.transpose(x, _axis_first(axis, x.ndim)))
+        # a gather copies whole rows, where a slice or a transpose goes number by number on the CPU; it does not know bfloat16
+        if x.dtype == ms.bfloat16:
+            mine = ops.gather(self._gather_all(ops.cast(x, ms.float32)), self.number, axis + 1)
+            return ops.cast(mine.reshape((self.size,) + payload), ms.bfloat16)
+        return ops.gather(self._gather_all(x), self.number, axis + 1).reshape((self.size,) + payload)
 
     def has_point_to_point(self, compiled: bool) -> bool:
         """Whether ``send`` and ``recv`` can be used: in PyNative, not in code that is ``compiled`` to a graph."""
@@ -151,8 +163,8 @@ class SingleRank:
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         return x
 
-    def all_to_all(self, x: Tensor, purpose: str) -> Tensor:
-        return x
+    def all_to_all(self, x: Tensor, purpose: str, axis: int = 0) -> Tensor:
+        return ops.transpose(x, _axis_first(axis, x.ndim))
 
     def has_point_to_point(self, compiled: bool) -> bool:
         return True

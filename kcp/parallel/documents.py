@@ -51,6 +51,8 @@ class HostDocuments:
         self.num_tokens = end - begin
         # one document in every row: the local op needs no boundaries
         self.dense = self.num_local == self.num_rows
+        # nothing but one document: its local tables pick the whole
+        self.single = self.num_local == self.num_documents == 1
         self.local_boundaries = None if self.dense else tuple(int(c) for c in np.concatenate([[0], np.cumsum(here[local])]))
         continues, is_open = start[local] < begin, stop[local] > end
         self.any_continues, self.any_open = bool(continues.any()), bool(is_open.any())
@@ -88,7 +90,7 @@ class TensorDocuments:
         self.num_tokens = end - begin
         self.begin, self.end = begin, end
         self.serves_empty = 1.0 if serves_empty else 0.0
-        self.dense = False
+        self.dense = self.single = False
         self.any_continues = self.any_open = self.any_through = self.any_empty = True
         self.all_through = False
         numbers = np.arange(self.num_documents)

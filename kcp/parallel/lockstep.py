@@ -139,9 +139,10 @@ class LockstepCollectives:
             total = total + part
         return total
 
-    def all_to_all(self, x: Tensor, purpose: str) -> Tensor:
+    def all_to_all(self, x: Tensor, purpose: str, axis: int = 0) -> Tensor:
+        x = ops.movedim(x, axis, 0)
         self._received(purpose, x.shape[1:], x.dtype, self.size - 1, self.size - 1)
-        return _stacked([part[self.rank] for part in self._meet("all_to_all", x)])
+        return ops.concat(tuple(part[self.rank : self.rank + 1] for part in self._meet("all_to_all", x)), 0)
 
     def has_point_to_point(self, compiled: bool) -> bool:
         return self.point_to_point

@@ -7,11 +7,12 @@ import mindspore as ms
 from kcp.ops.options import KdaOptions
 from kcp.parallel import plan
 from kcp.parallel.boundaries import flat_rows
+from kcp.parallel.chain_units import RowParts
 from kcp.parallel.degrees import check_heads, head_groups, hybrid_degree
 from kcp.parallel.documents import HostDocuments, TensorDocuments
 from kcp.parallel.group import CpGroup
 from kcp.parallel.hybrid import Hybrid, split_group
-from kcp.parallel.ptp_chain import PtpChain, RowParts
+from kcp.parallel.ptp_chain import PtpChain
 from kcp.parallel.ptp_tree import PtpTree
 from kcp.parallel.state_scan import StateScan
 from kcp.parallel.ulysses import Ulysses

@@ -8,7 +8,6 @@ state is gathered. The two exchanges are each other's inverse and each other's a
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
-from mindspore.ops import constexpr
 
 from kcp.parallel.boundaries import flat_tensor_rows
 from kcp.parallel.gradients import reduce_gate_parameters
@@ -22,8 +21,11 @@ def sequence_to_heads(x: Tensor, group) -> Tensor:
     if x.shape[1] < longest:
         x = ops.concat((x, ops.zeros((x.shape[0], longest - x.shape[1]) + x.shape[2:], x.dtype)), 1)
     shape = x.shape
-    x = x.reshape((shape[0], longest, group.size, shape[2] // group.size) + shape[3:])
-    received = group.collectives.all_to_all(ops.transpose(x, _axis_first(2, x.ndim)), HEADS)
+    share = (shape[2] // group.size,) + shape[3:]
+    x = x.reshape((shape[0], longest, group.size) + share)
+    received = group.collectives.all_to_all(x, HEADS, 2)
+    if shape[0] == 1 and group.slice_lengths is None:
+        return received.reshape((1, group.size * longest) + share)
     parts = []
     for r in range(group.size):
         parts.append(received[r][:, : lengths[r]])
@@ -32,6 +34,18 @@ def sequence_to_heads(x: Tensor, group) -> Tensor:
 
 def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
     """``[B, T, H / W, D] -> [B, T_local, H, D]`` (D may be absent)."""
+    if x.shape[0] == 1 and group.slice_lengths is None:
+        received = group.collectives.all_to_all(x.reshape((1, group.size, local_tokens) + x.shape[2:]), HEADS, 1)
+    else:
+        received = group.collectives.all_to_all(_by_rank(x, group, local_tokens), HEADS, 0)
+    heads = []
+    for r in range(group.size):
+        heads.append(received[r][:, :local_tokens])
+    return ops.concat(tuple(heads), 2)
+
+
+def _by_rank(x, group, local_tokens):
+    """``[B, T, ...] -> [W, B, longest slice, ...]``, zeros where a slice is shorter."""
     lengths = group.lengths(local_tokens)
     longest = group.longest(local_tokens)
     pieces, begin = [], 0
@@ -41,16 +55,7 @@ def heads_to_sequence(x: Tensor, group, local_tokens: int) -> Tensor:
             piece = ops.concat((piece, ops.zeros((x.shape[0], longest - lengths[r]) + x.shape[2:], x.dtype)), 1)
         pieces.append(ops.expand_dims(piece, 0))
         begin += lengths[r]
-    received = group.collectives.all_to_all(ops.concat(tuple(pieces), 0), HEADS)
-    heads = []
-    for r in range(group.size):
-        heads.append(received[r][:, :local_tokens])
-    return ops.concat(tuple(heads), 2)
-
-
-@constexpr
-def _axis_first(axis: int, ndim: int) -> tuple:
-    return (axis,) + tuple(i for i in range(ndim) if i != axis)
+    return ops.concat(tuple(pieces), 0)
 
 
 class SequenceToHeads(nn.Cell):
@@ -154,21 +159,15 @@ class Ulysses:
         return x.reshape((self.num_rows, x.shape[1] // self.num_rows) + x.shape[2:]) if self.flat else x
 
     def _exchange_in(self, q, k, v, g, beta, a_log, dt_bias, initial_state):
-        """Inputs for the local heads; q|k and v|g|beta travel together."""
-        width, value_width = q.shape[-1], v.shape[-1]
-        qk = sequence_to_heads(ops.concat((q, k), -1), self.group)
-        v = ops.depend(v, qk)
-        if beta.dtype == v.dtype and g.dtype == v.dtype:
-            vgb = sequence_to_heads(ops.concat((v, g, ops.expand_dims(beta, -1)), -1), self.group)
-            v, g = vgb[..., :value_width], vgb[..., value_width : value_width + width]
-            beta = vgb[..., value_width + width]
-        else:
-            v = sequence_to_heads(v, self.group)
-            g = sequence_to_heads(ops.depend(g, v), self.group)
-            beta = sequence_to_heads(ops.depend(beta, g), self.group)
+        """Inputs for the local heads, one exchange each: together they would have to be joined and taken apart."""
+        q = sequence_to_heads(q, self.group)
+        k = sequence_to_heads(ops.depend(k, q), self.group)
+        v = sequence_to_heads(ops.depend(v, k), self.group)
+        g = sequence_to_heads(ops.depend(g, v), self.group)
+        beta = sequence_to_heads(ops.depend(beta, g), self.group)
         a_log, dt_bias, initial_state = self._local_parameters(a_log, dt_bias, initial_state, v.shape[2])
-        q, k = self._flatten(qk[..., :width]), self._flatten(qk[..., width:])
-        return q, k, self._flatten(v), self._flatten(g), self._flatten(beta), a_log, dt_bias, initial_state
+        q, k, v, g, beta = self._flatten(q), self._flatten(k), self._flatten(v), self._flatten(g), self._flatten(beta)
+        return q, k, v, g, beta, a_log, dt_bias, initial_state
 
     def _local_parameters(self, a_log, dt_bias, initial_state, local_heads):
         """What belongs to this rank's heads."""
@@ -240,18 +239,18 @@ class Ulysses:
         dq, dk, dv, dg, dbeta = (
             self._unflatten(dq), self._unflatten(dk), self._unflatten(dv), self._unflatten(dg), self._unflatten(dbeta)
         )  # fmt: skip
-        width = dq.shape[-1]
-        dqk = heads_to_sequence(ops.concat((dq, dk), -1), self.group, local_tokens)
-        dv = heads_to_sequence(ops.depend(dv, dqk), self.group, local_tokens)
+        dq = heads_to_sequence(dq, self.group, local_tokens)
+        dk = heads_to_sequence(ops.depend(dk, dq), self.group, local_tokens)
+        dv = heads_to_sequence(ops.depend(dv, dk), self.group, local_tokens)
         dg = heads_to_sequence(ops.depend(dg, dv), self.group, local_tokens)
         dbeta = heads_to_sequence(ops.depend(dbeta, dg), self.group, local_tokens)
-        dqk = ops.depend(dqk, dbeta)
+        dq = ops.depend(dq, dbeta)
         if self.opts.has_a_log:
             da_log = self._spread_heads(da_log)
         if self.opts.has_dt_bias:
             ddt_bias = self._spread_heads(ddt_bias).reshape(whole_bias)
-        da_log, ddt_bias, dqk = reduce_gate_parameters(self.opts, da_log, ddt_bias, dqk, self.everyone, self.reduced_by)
+        da_log, ddt_bias, dq = reduce_gate_parameters(self.opts, da_log, ddt_bias, dq, self.everyone, self.reduced_by)
         if self.opts.has_initial_state:
-            dh0 = self._gather_heads(ops.depend(dh0, dqk), INITIAL_STATE)
-            dqk = ops.depend(dqk, dh0)
-        return dqk[..., :width], dqk[..., width:], dv, dg, dbeta, da_log, ddt_bias, dh0
+            dh0 = self._gather_heads(ops.depend(dh0, dq), INITIAL_STATE)
+            dq = ops.depend(dq, dh0)
+        return dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0

@@ -100,6 +100,8 @@ def test_balance_of_experts_is_counted(cpu_device):
     assert list(record["health"]) == ["layer_0", "layer_2"] and list(record["health"]["layer_0"]) == list(FIGURES)
     assert list(record["moe"]) == ["layer_1", "layer_2"]
     assert record["moe"]["layer_2"]["max_over_mean"] == 2.0 and 1.0 <= record["moe"]["layer_1"]["max_over_mean"] <= 2.0
+    # Layer 2's bias of 9 keeps the chosen far from the others; without one, scores differ by what the weights give.
+    assert 8.0 < record["moe"]["layer_2"]["router_margin"] < 10.0 and 0.0 <= record["moe"]["layer_1"]["router_margin"] < 0.1
     assert remark == "  experts 2.00 max/mean"
 
 

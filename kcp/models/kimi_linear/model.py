@@ -235,7 +235,7 @@ class KimiLinearForCausalLM(PreTrainedModel):
             cu_seqlens: boundaries of packed documents, or None.
 
         Returns:
-            ``([KDA layers, 7], [sparse layers, E])`` float32; zeros ``[1, 1]`` for a kind of layer that the model lacks.
+            ``([KDA layers, 7], [sparse layers, E + 1])`` float32; zeros ``[1, 1]`` for a kind of layer that the model lacks.
         """
         begin, end = self.group.slice_bounds(input_ids.shape[1])
         figures, loads = self.model.health(input_ids[:, begin:end], cu_seqlens)

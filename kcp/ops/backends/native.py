@@ -18,7 +18,14 @@ from kcp.ops.backends.native_exchange import (
     forward_open,
     forward_summary,
 )
-from kcp.ops.backends.native_fused import op_backward, op_forward, op_state_gradient, op_summary
+from kcp.ops.backends.native_fused import (
+    op_backward,
+    op_backward_into,
+    op_forward,
+    op_forward_into,
+    op_state_gradient,
+    op_summary,
+)
 from kcp.ops.backends.native_stages import (
     bwd_dhu,
     bwd_finalize,
@@ -47,7 +54,9 @@ __all__ = [
     "fwd_prepare",
     "merge_fwd_bwd",
     "op_backward",
+    "op_backward_into",
     "op_forward",
+    "op_forward_into",
     "op_state_gradient",
     "op_summary",
     "pre_process_bwd",

@@ -2,7 +2,8 @@
 
 Tensors are in the layouts of the op, float32, float16 or bfloat16, as they are; absent optional inputs are one-element placeholders.
 ``heads = (first, last)`` computes value heads first..last-1 of full inputs; outputs, states and caches then hold those heads only, and the
-range must consist of whole groups of Hv / Hk heads. ``(0, 0)`` means all heads.
+range must consist of whole groups of Hv / Hk heads. ``(0, 0)`` means all heads. :func:`op_forward_into` and :func:`op_backward_into` write
+the token results of a range into tensors of all heads, in PyNative: no slice of an input and no copy of a result is made.
 """
 
 from functools import lru_cache
@@ -62,6 +63,10 @@ class _Operators:
             for shapes in (self._increment_shape, self._summary_shape)
         )
         self.state_gradient = custom("kcp_backward_summary", self._state_shape, lambda *args: ms.float32, key)
+        # the token results among the inputs: the entry points see the same list of tensors
+        float32 = (ms.float32,) * 3
+        self.forward_into = custom("kcp_forward", self._forward_into_shapes, lambda *args: float32[:2], f"{key} into")
+        self.backward_into = custom("kcp_backward", self._backward_into_shapes, lambda *args: float32, f"{key} into")
 
     def _sizes(self, k, v, cu):
         """``(N, B, T, heads of the range, key heads of the range, K, V)``."""
@@ -106,6 +111,13 @@ class _Operators:
     def _backward_dtypes(self, options, q, k, v, g, beta, *rest):
         return q, k, v, g, beta, ms.float32, ms.float32, ms.float32
 
+    def _forward_into_shapes(self, *args):
+        return self._forward_shapes(*args[:-1])[1:]
+
+    def _backward_into_shapes(self, options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, *rest):
+        _, _, _, heads, _, key, _ = self._sizes(k, v, cu)
+        return (heads,) if self.opts.has_a_log else (1,), (heads, key) if self.opts.has_dt_bias else (1,), tuple(initial_state)
+
     def _increment_shape(self, options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
         count, _, _, heads, _, key, value = self._sizes(k, v, cu)
         return count, heads, key, value
@@ -138,6 +150,30 @@ def _forward(opts, heads):
 def _backward(opts, heads, has_d_final):
     o = _cached_operators(opts, heads)
     return o.backward, o.backward_options[0 if has_d_final else 1], o.boundaries, o.nothing
+
+
+def op_forward_into(out, opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, heads):
+    """:func:`op_forward` of a range of heads, written into ``out``, which has all heads (PyNative).
+
+    Returns:
+        ``(final_state, saved)`` of the range.
+    """
+    o = _cached_operators(opts, heads)
+    cu = cu if o.boundaries is None else o.boundaries
+    final_state, cache = o.forward_into(o.forward_options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out)
+    return final_state, (cache,) if opts.disable_recompute else ()
+
+
+def op_backward_into(grads, opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final, heads):
+    """:func:`op_backward` of a range of heads, dq, dk, dv, dg, dbeta written into ``grads``, which have all heads (PyNative).
+
+    Returns:
+        ``(da_log, ddt_bias, dh0)`` of the range; one zero for a placeholder.
+    """
+    o = _cached_operators(opts, heads)
+    cu = cu if o.boundaries is None else o.boundaries
+    cache = saved[0] if opts.disable_recompute else o.nothing
+    return o.backward_into(o.backward_options[0], q, k, v, g, beta, a_log, dt_bias, initial_state, cu, d_out, d_final, cache, *grads)
 
 
 @constexpr(check=False)

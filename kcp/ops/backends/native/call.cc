@@ -109,7 +109,7 @@ Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequence
   if (call.size(1) != rows * n.key_heads * p.key_width || call.size(2) != call.size(1) ||
       call.size(4) != rows * n.heads * p.key_width || call.size(5) != rows * n.heads)
     Call::fail("the shapes of q, k, v, g and beta do not agree");
-  p.streamed = rows * p.num_heads * (p.key_width + p.value_width) * 4 > kStreamedBytes;
+  p.streamed = rows * n.heads * (p.key_width + p.value_width) * 4 > kStreamedBytes;
   p.q = call.view(1, head_major);
   p.k = call.view(2, head_major);
   p.v = call.view(3, head_major);

@@ -1,6 +1,8 @@
 // Entry points of the fused operators: forward, backward, forward summary, backward summary. Inputs 0..9 of all four
-// are options, q, k, v, g, beta, a_log, dt_bias, state, cu_seqlens (absent ones are any one-element tensor); outputs
-// and states hold the heads of the range only.
+// are options, q, k, v, g, beta, a_log, dt_bias, state, cu_seqlens (absent ones are any one-element tensor); states,
+// caches and parameter gradients hold the heads of the range only. Token results hold the range or all heads: a range
+// is then written where it belongs, so that the calls of all ranges fill one tensor (which the framework then sees as
+// an input).
 #include "entry.h"
 
 namespace kcp {
@@ -28,6 +30,13 @@ template <class T>
 T* at_first_head(T* x, const Sizes& n, long floats_per_head) {
   return x ? x - n.head_begin * floats_per_head : nullptr;
 }
+// a token result that holds the heads [first, last) or all of them
+View result(const Call& call, int i, bool head_major, bool scalar, long first, long last, long all) {
+  const int axes = call.rank(i) + (scalar ? 1 : 0);
+  const long heads = call.dim(i, axes - (head_major ? 3 : 2));
+  if (heads != all && heads != last - first) Call::fail("tensor %d has %ld heads of %ld", i, heads, last - first);
+  return call.view(i, head_major, scalar, heads == all ? 0 : first);
+}
 template <class Work>
 void each_head(const Problem& p, const Sizes& n, int columns, Work work) {
   const long parts = (p.value_padded + columns - 1) / columns;
@@ -51,7 +60,7 @@ void forward(const Call& call) {
   const Sizes n = read_problem(call, p, sequences);
   const long state = p.key_width * p.value_width;
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, state);
-  p.out = call.view(10, false, false, n.head_begin);
+  p.out = result(call, 10, false, false, n.head_begin, n.head_end, n.heads);
   p.final_state = at_first_head(call.floats(11, call.has(kWantFinalState), state_floats(p)), n, state);
   p.cache = cache_slots(call, 12, p, n, true);
   forward_columns(p, n);
@@ -99,12 +108,13 @@ void backward(const Call& call) {
   p.d_out = call.view(10, false, false, 0);
   p.d_final_state = at_first_head(call.floats(11, call.has(kHasDFinalState), state_floats(p)), n, K * V);
   p.cache = cache_slots(call, 12, p, n, false);
-  const View dq = call.view(13, head_major, false, n.head_begin / p.group),
-             dk = call.view(14, head_major, false, n.head_begin / p.group);
+  const long first = n.head_begin, last = n.head_end;
+  const View dq = result(call, 13, head_major, false, first / p.group, last / p.group, n.key_heads),
+             dk = result(call, 14, head_major, false, first / p.group, last / p.group, n.key_heads);
   p.dq = dq, p.dk = dk;
-  p.dv = call.view(15, head_major, false, n.head_begin);
-  p.dg = call.view(16, head_major, false, n.head_begin);
-  p.dbeta = call.view(17, head_major, true, n.head_begin);
+  p.dv = result(call, 15, head_major, false, first, last, n.heads);
+  p.dg = result(call, 16, head_major, false, first, last, n.heads);
+  p.dbeta = result(call, 17, head_major, true, first, last, n.heads);
   float *da_log = call.floats(18, true, call.has(kHasALog) ? heads : 1),
         *ddt_bias = call.floats(19, true, call.has(kHasDtBias) ? heads * K : 1);
   float* d_initial = call.floats(20, true, call.has(kHasInitialState) ? state_floats(p) : 1);
