@@ -100,7 +100,8 @@ struct ConvTensors {
     if (present(from, kHasInto)) {
       call.into = from.ints(5);
       call.into_batch = from.size(5) > call.tokens ? call.tokens : 0;
-      if (from.size(5) < call.tokens) Call::fail("tensor 5 holds %ld tokens, %ld are needed", from.size(5), call.tokens);
+      if (from.size(5) < call.tokens)
+        Call::fail("tensor 5 holds %ld tokens, %ld are needed", from.size(5), call.tokens);
     }
   }
   long strips() const { return (call.tokens + kConvStrip - 1) / kConvStrip; }
@@ -145,12 +146,14 @@ SoftmaxCall read_softmax(const Call& call, int into) {
   SoftmaxCall c = {};
   c.heads = call.dim(1, 1), c.queries = call.dim(1, 2), c.keys = call.dim(1, 3);
   c.begin = call.option(kHeadBegin);
-  if (c.begin < 0 || c.begin + c.queries > c.keys) Call::fail("queries end at %ld of %ld keys", c.begin + c.queries, c.keys);
+  if (c.begin < 0 || c.begin + c.queries > c.keys)
+    Call::fail("queries end at %ld of %ld keys", c.begin + c.queries, c.keys);
   c.scores = call.floats(1, true, call.size(1));
   if (present(call, kHasInto)) {
     c.into = call.ints(into);
     c.into_batch = call.size(into) > c.queries ? c.queries : 0;
-    if (call.size(into) < c.queries) Call::fail("tensor %d holds %ld tokens, %ld are needed", into, call.size(into), c.queries);
+    if (call.size(into) < c.queries)
+      Call::fail("tensor %d holds %ld tokens, %ld are needed", into, call.size(into), c.queries);
   }
   return c;
 }
@@ -175,7 +178,8 @@ struct Groups {
   Groups(const Call& call, int i, long rows) : ends(call.ints(i)), experts(call.size(i)), rows(rows), used(0) {
     for (long e = 0; e < experts; e++) {
       if (ends[e] < used || ends[e] > rows || ends[e] % kBlock)
-        Call::fail("rows of expert %ld end at %d; a multiple of %d from %ld to %ld is needed", e, ends[e], kBlock, used, rows);
+        Call::fail("rows of expert %ld end at %d; a multiple of %d from %ld to %ld is needed", e, ends[e], kBlock, used,
+                   rows);
       used = ends[e];
     }
   }
