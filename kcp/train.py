@@ -20,7 +20,7 @@ from typing import Any
 
 from kcp.checkpoint import FOLDER, Checkpoint, find_checkpoint, read_checkpoint, resume_place
 from kcp.config import ConfigError, RunConfig, load_run_config
-from kcp.config_checks import LOADER, OWN_LOADERS
+from kcp.config_checks import LOADER, OWN_LOADERS, RECALL
 from kcp.config_run import OWN_CALLBACKS, TRAINER
 from kcp.data.text import DataError
 from kcp.hf.errors import CheckpointError
@@ -215,7 +215,7 @@ def mindformers_config(
     loader = config.train_dataset.data_loader
     loader.context_parallel = degree
     loader.seq_length = run.model.seq_length
-    if run.data.loader == LOADER:
+    if run.data.loader in (LOADER, RECALL):
         loader.vocab_size = run.model.vocab_size
     config.train_dataset_task.dataset_config = config.train_dataset
     if run.evaluation.every_steps:

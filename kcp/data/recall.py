@@ -2,8 +2,8 @@
 
 A document is filler tokens among which pairs ``KEY VALUE`` and, a distance later, queries ``? KEY`` are placed; at the queried key the
 model is to say the value, and nothing else counts. Half of the distances (tokens from value to queried key) are log-uniform, equally many
-in every octave, and half are uniform, most of them far. A sample holds documents of one length, which grows over the samples: the curriculum of one run with one
-sample length. Everything follows from the seed and the number of the sample.
+in every octave, and half are uniform, most of them far. A sample holds documents of one length, which grows over the samples: the
+curriculum of one run with one sample length. Everything follows from the seed and the number of the sample.
 """
 
 from __future__ import annotations

@@ -71,3 +71,28 @@ def test_samples_are_packed_documents_that_grow_and_repeat_by_seed():
 def test_refusals(changes, message):
     with pytest.raises(ValueError, match=message):
         RecallOptions(**({"seq_length": 512, "num_samples": 4, "shortest": 64} | changes))
+
+
+def test_loader_as_mindformers_builds_it():
+    pytest.importorskip("mindformers")
+    from mindformers.dataset.dataloader.build_dataloader import build_dataset_loader
+    from mindformers.tools.register import MindFormerConfig
+
+    import kcp.data.loader  # noqa: F401
+
+    options = RecallOptions(256, 6, shortest=64, queries=4, max_documents=4, seed=5)
+
+    def loader(**changes):
+        config = {"seq_length": 256, "num_samples": 6, "shortest": 64, "queries": 4, "max_documents": 4, "seed": 5, "context_parallel": 2}
+        return build_dataset_loader(
+            MindFormerConfig(type="KcpRecallDataset", **(config | changes)), default_args={"num_shards": 4, "shard_id": 3}
+        )
+
+    rows = list(loader(position=[0, 2]).create_dict_iterator(num_epochs=1, output_numpy=True))
+    for row, index in zip(rows, (3, 5), strict=False):
+        names = ("input_ids", "labels", "loss_mask", "cu_seqlens")
+        for got, want in zip((row[name] for name in names), RecallSamples(options).sample(0, index), strict=True):
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="vocab_size = 100: the task needs at least 144"):
+        loader(vocab_size=100)
