@@ -91,8 +91,5 @@ def test_rows_of_large_scores_do_not_overflow():
 
 
 def test_a_slice_without_tokens():
-    norm = RMSNorm(8)
     x = Tensor(np.zeros((1, 0, 8), np.float32))
-    assert norm(x).shape == (1, 0, 8)
-    (gradient,) = ms.grad(lambda x: norm(x).sum(), None, norm.trainable_params())(x)
-    assert np.all(gradient.asnumpy() == 0)
+    assert RMSNorm(8)(x).shape == GatedRMSNorm(8)(x, x).shape == silu_times(x, x).shape == (1, 0, 8)
