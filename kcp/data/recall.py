@@ -1,9 +1,9 @@
 """Associative recall: a synthetic task that a state must solve and a window can't.
 
 A document is filler tokens among which pairs ``KEY VALUE`` and, a distance later, queries ``? KEY`` are placed; at the queried key the
-model is to say the value, and nothing else counts. Half of the distances (tokens from value to queried key) are log-uniform, equally many
-in every octave, and half are uniform, most of them far. A sample holds documents of one length, which grows over the samples: the
-curriculum of one run with one sample length. Everything follows from the seed and the number of the sample.
+model is to say the value, and nothing else counts. Distances (tokens from value to queried key) are log-uniform, so that near and far
+ones are equally many per octave. A sample holds documents of one length, which grows over the samples: the curriculum of one run with
+one sample length. Everything follows from the seed and the number of the sample.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def document(rng: np.random.Generator, length: int, queries: int, distances: np.
         rng: where chance comes from.
         length: its tokens.
         queries: most queries; as many as find room are placed.
-        distances: a distance for each query, in place of drawn ones.
+        distances: a distance for each query, in place of log-uniform ones.
 
     Returns:
         ``(tokens, labels)``, each int32 ``[length]``; labels are :data:`IGNORED` but at queried keys.
@@ -83,8 +83,7 @@ def document(rng: np.random.Generator, length: int, queries: int, distances: np.
     longest = length - 3
     queries = min(queries, max(1, length // 16))
     if distances is None:
-        octaves = np.exp(rng.uniform(np.log(SHORTEST), np.log(longest + 1), queries))
-        distances = np.where(rng.random(queries) < 0.5, octaves, rng.uniform(SHORTEST, longest + 1, queries)).astype(int)
+        distances = np.exp(rng.uniform(np.log(SHORTEST), np.log(longest + 1), queries)).astype(int)
     for key, distance in zip(keys[: len(distances)], distances, strict=True):
         distance = int(np.clip(distance, SHORTEST, longest))
         for _ in range(30):
