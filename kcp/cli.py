@@ -1,4 +1,5 @@
-"""The command line: ``kcp train``, ``validate``, ``plan``, ``simulate``, ``convert``, ``doctor``, ``selftest``.
+"""The command line: ``kcp train``, ``validate``, ``plan``, ``simulate``, ``generate``, ``report``, ``profile``, ``convert``, ``doctor``,
+``selftest``.
 
 Errors of the user are one line ``kcp: error: ...`` each, exit code 2. Nothing heavy is imported here.
 """
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kcp import __version__, cli_parallel
+from kcp import __version__, cli_parallel, cli_see
 
 DESCRIPTION = """\
 Trains Kimi Delta Attention models with context parallelism: the tokens of one
@@ -26,8 +27,10 @@ examples:
   kcp plan configs/tiny_cp2.yaml           what each strategy would cost
   kcp train configs/tiny_cp2.yaml          train: two processes share each sample
   kcp train configs/tiny_1p.yaml --steps 20 --mode pynative
+  kcp report output/tiny_cp2               one HTML page about a run
   kcp convert hf-to-kcp DIR OUT            a Hugging Face checkpoint into kcp's
   kcp selftest --device cpu                is everything right on this machine?
+  kcp generate OUT --prompt 'import '      continue a text
 """
 
 TRAIN_EXAMPLES = """\
@@ -311,6 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     validate.set_defaults(command=_validate)
 
     cli_parallel.add_commands(commands, style)
+    cli_see.add_commands(commands, style)
 
     convert = commands.add_parser("convert", help="Hugging Face checkpoints in and out", epilog=CONVERT_EXAMPLES, **style)
     directions = convert.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
