@@ -1,4 +1,5 @@
-"""The command line: ``kcp train``, ``validate``, ``plan``, ``simulate``, ``convert``, ``doctor``.
+"""The command line: ``kcp train``, ``validate``, ``plan``, ``simulate``, ``generate``, ``report``, ``profile``, ``convert``, ``doctor``,
+``selftest``.
 
 Errors of the user are one line ``kcp: error: ...`` each, exit code 2. Nothing heavy is imported here.
 """
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kcp import __version__, cli_parallel
+from kcp import __version__, cli_parallel, cli_see
 
 DESCRIPTION = """\
 Trains Kimi Delta Attention models with context parallelism: the tokens of one
@@ -26,7 +27,10 @@ examples:
   kcp plan configs/tiny_cp2.yaml           what each strategy would cost
   kcp train configs/tiny_cp2.yaml          train: two processes share each sample
   kcp train configs/tiny_1p.yaml --steps 20 --mode pynative
+  kcp report output/tiny_cp2               one HTML page about a run
   kcp convert hf-to-kcp DIR OUT            a Hugging Face checkpoint into kcp's
+  kcp selftest --device cpu                is everything right on this machine?
+  kcp generate OUT --prompt 'import '      continue a text
 """
 
 TRAIN_EXAMPLES = """\
@@ -74,6 +78,42 @@ examples:
   kcp convert hf-to-kcp Kimi-Linear-48B-A3B-Base converted
   kcp convert kcp-to-hf converted back
   kcp convert kcp-to-hf weights back --config configs/tiny_cp2.yaml
+"""
+
+DOCTOR_HELP = """\
+Prints versions, devices, which backend serves each stage and why not another, and
+what of Hyper-Parallel's functions is there. Exit code 1 when training can't work.
+
+--route CONFIG says which way the KDA layers of a run file take on Ascend, and why:
+  fused   npu_chunk_kda, forward and backward in two kernels: softplus gates
+          without states
+  stages  the chain of six stages: lower-bound gates, states, recompute, V-first,
+          a final state in the loss, and strategies that exchange states
+  other   the sizes, types or mode are not for the kernels; MindSpore operators
+
+examples:
+  kcp doctor
+  kcp doctor --route configs/kimi_linear_48b_npu.yaml
+"""
+
+SELFTEST_HELP = """\
+Runs the op, its stages and context parallelism on this machine's device and holds
+them to a float64 recurrence, to golden results of a peer, and to one rank; then
+times the op. Takes about a minute on two CPU cores. Everything is printed as it
+comes, and written to one file: send that back from a machine with NPUs.
+
+  processes           2 (CPU); 2, 4 and 8, as many NPUs as there are (Ascend)
+  TP 2 x CP 2         4 processes
+  golden results      in $KCP_SHARED/goldens, in a clone's tests/data, or --goldens
+  routes and stages   the fused route, the chain of stages, every stage by hand
+  one process         2, 4 and 8 ranks in lockstep, every strategy
+  precision gate      final state alone in the loss, bfloat16: dk within 1 %
+
+Exit code 0: all passed; 1: something failed; 2: the device is not there.
+
+examples:
+  kcp selftest --device cpu
+  kcp selftest --device ascend --report atlas-900.md
 """
 
 
@@ -178,7 +218,28 @@ def _convert(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from kcp.doctor import report
 
-    return report()
+    if options.route is None:
+        return report()
+    from kcp.config import ConfigError, load_run_config
+    from kcp.doctor_ascend import route_lines
+
+    os.environ.setdefault("GLOG_v", "3")
+    try:
+        run = load_run_config(options.route)
+    except ConfigError as error:
+        return _refuse(error.problems)
+    print("\n".join(route_lines(run)))
+    return 0
+
+
+def _selftest(options: argparse.Namespace) -> int:
+    from kcp.selftest.report import run
+
+    if options.goldens is not None and not (Path(options.goldens) / "fla_kda_seed1.npz").exists():
+        return _refuse([f"--goldens = {options.goldens}: a folder with fla_kda_seed1.npz is needed"])
+    if options.report is not None and not Path(options.report).resolve().parent.is_dir():
+        return _refuse([f"--report = {options.report}: a file in a folder that exists is needed"])
+    return run(options.device, options.report, options.goldens, options.seeds, options.tokens)
 
 
 def _summary(run) -> str:
@@ -253,6 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     validate.set_defaults(command=_validate)
 
     cli_parallel.add_commands(commands, style)
+    cli_see.add_commands(commands, style)
 
     convert = commands.add_parser("convert", help="Hugging Face checkpoints in and out", epilog=CONVERT_EXAMPLES, **style)
     directions = convert.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
@@ -266,8 +328,17 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--spelling", choices=spellings, default=spellings[0], help="of config.json (default: %(default)s)")
     convert.set_defaults(command=_convert)
 
-    doctor = commands.add_parser("doctor", help="versions, devices, and which backend serves which stage", **style)
+    doctor = commands.add_parser("doctor", help="versions, devices, and which backend serves which stage", description=DOCTOR_HELP, **style)
+    doctor.add_argument("--route", metavar="CONFIG", help="say which way the KDA layers of this file take on Ascend")
     doctor.set_defaults(command=_doctor)
+
+    selftest = commands.add_parser("selftest", help="is everything right on this machine?", description=SELFTEST_HELP, **style)
+    selftest.add_argument("--device", choices=("cpu", "ascend"), required=True, help="what to test")
+    selftest.add_argument("--report", metavar="FILE", help="report file (default: kcp-selftest-DEVICE.md)")
+    selftest.add_argument("--goldens", metavar="DIR", help="folder with fla_kda_seed1.npz")
+    selftest.add_argument("--seeds", type=_positive, default=20, metavar="N", help="seeds of the precision gate (default: %(default)s)")
+    selftest.add_argument("--tokens", type=_positive, metavar="T", help="tokens of the timings (default: 1024, on NPUs 8192)")
+    selftest.set_defaults(command=_selftest)
     return parser
 
 

@@ -95,26 +95,33 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def _plan_inputs(run, options):
     """``(Sizes, Machine)`` of a run and the command line."""
-    from kcp.parallel.plan import Sizes, machine_of
-
-    model, ranks = run.model, run.parallel.context_parallel
+    ranks = run.parallel.context_parallel
     if options.world_size is not None:
         if options.world_size % run.parallel.data_parallel:
             raise ValueError(f"--world-size is {options.world_size}; allowed: a multiple of data_parallel = {run.parallel.data_parallel}")
         ranks = options.world_size // run.parallel.data_parallel
-    if model.seq_length % ranks:
-        raise ValueError(f"seq_length is {model.seq_length}; allowed: a multiple of context_parallel = {ranks}")
+    if run.model.seq_length % ranks:
+        raise ValueError(f"seq_length is {run.model.seq_length}; allowed: a multiple of context_parallel = {ranks}")
+    sizes, machine = plan_of(run, ranks)
+    given = {name: getattr(options, name) for name in ("bandwidth", "latency", "flops")}
+    given = {name: value for name, value in given.items() if value is not None}
+    return sizes, replace(machine, **given, source=machine.source + "; given: " + ", ".join(given)) if given else machine
+
+
+def plan_of(run, ranks: int | None = None):
+    """``(Sizes, Machine)`` that :mod:`kcp.parallel.plan` needs of a run, over ``ranks`` (by default the run's context_parallel)."""
+    from kcp.parallel.plan import Sizes, machine_of
+
+    model = run.model
     graph = run.training.mode == 0
     sizes = Sizes(
-        ranks, run.training.batch_size, model.seq_length, model.linear_num_heads, model.linear_num_value_heads, model.linear_head_dim,
-        model.linear_value_head_dim, layers=max(1, model.layer_types.count("linear_attention")), dtype=model.compute_dtype,
+        ranks or run.parallel.context_parallel, run.training.batch_size, model.seq_length, model.linear_num_heads,
+        model.linear_num_value_heads, model.linear_head_dim, model.linear_value_head_dim,
+        layers=max(1, model.layer_types.count("linear_attention")), dtype=model.compute_dtype,
         packed=graph, chunk_size=model.kda_chunk_size, disable_recompute=model.kda_disable_recompute,
         ptp_head_groups=model.kda_ptp_head_groups or None, hybrid_ulysses_degree=model.kda_hybrid_ulysses_degree or None,
     )  # fmt: skip
-    given = {name: getattr(options, name) for name in ("bandwidth", "latency", "flops")}
-    given = {name: value for name, value in given.items() if value is not None}
-    machine = replace(machine_of(run.training.device_target, graph), **given)
-    return sizes, replace(machine, source=machine.source + "; given: " + ", ".join(given)) if given else machine
+    return sizes, machine_of(run.training.device_target, graph)
 
 
 def plan_text(sizes, machine, configured: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from kcp import config_checks
-from kcp.config_checks import LOADER, MEGATRON, OWN_LOADERS
+from kcp.config_checks import LOADER, MEGATRON, OWN_LOADERS, RECALL
 from kcp.config_fields import Problems, Section, nearest, show
 from kcp.config_run import CheckpointOptions, EvaluationOptions, HealthOptions, callback_options, evaluation_options
 
@@ -327,6 +327,8 @@ def _data(top: Section) -> DataOptions:
         near = nearest(kind, OWN_LOADERS, cutoff=0.8)
         if near or not kind:
             top.problems.add("train_dataset.data_loader.type", kind, f"did you mean {near or LOADER}?")
+        return DataOptions(loader=kind)
+    if kind == RECALL:
         return DataOptions(loader=kind)
     if kind != LOADER:
         return _mindformers_data(kind, loader)

@@ -12,8 +12,8 @@ from kcp.config_fields import Problems, Section
 if TYPE_CHECKING:
     from kcp.config import ModelOptions, RunConfig
 
-LOADER, MEGATRON, HUGGING_FACE = "KcpTextDataset", "KcpMegatronDataset", "KcpHuggingFaceDataset"
-OWN_LOADERS = (LOADER, MEGATRON, HUGGING_FACE)
+LOADER, MEGATRON, HUGGING_FACE, RECALL = "KcpTextDataset", "KcpMegatronDataset", "KcpHuggingFaceDataset", "KcpRecallDataset"
+OWN_LOADERS = (LOADER, MEGATRON, HUGGING_FACE, RECALL)
 _INSTEAD = {
     "BlendedMegatronDatasetDataLoader": MEGATRON,
     "HFDataLoader": HUGGING_FACE,

@@ -23,6 +23,7 @@ def report() -> int:
     _print_table("versions", _versions(problems))
     _print_table("devices", _devices(problems))
     _print_table("backends (which one serves each stage)", _backends(problems))
+    _print_table("Ascend (Hyper-Parallel's kernels; docs/ascend.md)", _ascend())
     for problem in problems:
         print(f"kcp: problem: {problem}")
     print("kcp: training can't work here" if problems else "kcp: ready to train")
@@ -82,6 +83,15 @@ def _backends(problems: list[str]) -> list[tuple[str, str]]:
         if served_by == "-":
             problems.append(f"no backend serves {stage}: {why}")
     return rows
+
+
+def _ascend() -> list[tuple[str, str]]:
+    try:
+        from kcp.doctor_ascend import ascend_rows
+
+        return ascend_rows()
+    except Exception as error:
+        return [("can't be asked", _one_line(error))]
 
 
 def _version(name: str) -> str | None:

@@ -10,6 +10,7 @@ Exit codes: 0 done; 1 training failed; 2 the configuration can't be run.
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 from kcp.checkpoint import FOLDER, Checkpoint, find_checkpoint, read_checkpoint, resume_place
 from kcp.config import ConfigError, RunConfig, load_run_config
-from kcp.config_checks import LOADER, OWN_LOADERS
+from kcp.config_checks import LOADER, OWN_LOADERS, RECALL
 from kcp.config_run import OWN_CALLBACKS, TRAINER
 from kcp.data.text import DataError
 from kcp.hf.errors import CheckpointError
@@ -27,6 +28,7 @@ from kcp.hf.tensors import StoredTensor
 from kcp.weights import weights_of_run
 
 MODES = {"graph": 0, "pynative": 1}
+RUN_CONFIG = "config.yaml"  # the run's file, kept beside its results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,6 +104,8 @@ def train(
     os.environ["LOCAL_DEFAULT_PATH"] = str(folder)
     progress = sys.stdout
     rank = int(os.environ.get("RANK_ID", "0"))
+    if rank == 0 and run.path.resolve() != folder / RUN_CONFIG:
+        shutil.copyfile(run.path, folder / RUN_CONFIG)
     with (folder / f"mindformers_rank{rank}.log").open("w", buffering=1, encoding="utf-8") as log:
         with contextlib.redirect_stdout(log):
             _train(run, folder, mode, steps, progress, weights, checkpoint)
@@ -211,7 +215,7 @@ def mindformers_config(
     loader = config.train_dataset.data_loader
     loader.context_parallel = degree
     loader.seq_length = run.model.seq_length
-    if run.data.loader == LOADER:
+    if run.data.loader in (LOADER, RECALL):
         loader.vocab_size = run.model.vocab_size
     config.train_dataset_task.dataset_config = config.train_dataset
     if run.evaluation.every_steps:

@@ -271,7 +271,7 @@ def evaluate(args, records):
             "work": cost.work, "moved_bytes": cost.physical_bytes, "error": error,
         })  # fmt: skip
     ceiling = one / share
-    groups = head_groups(args.heads, args.groups)
+    groups = head_groups(args.heads, args.groups, args.ranks)
     return {
         "about": describe(args, records), "one_rank_seconds": one, "share_seconds": share, "ceiling": ceiling,
         "void": ceiling < CEILING * args.ranks, "latency": latency, "bandwidth": machine.bandwidth, "flops": flops, "groups": groups,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -10,6 +11,7 @@ from mindspore import dataset as ds
 
 from kcp.config_checks import COLUMNS
 from kcp.data.packing import EpochView, PackedSamples
+from kcp.data.recall import VOCABULARY, RecallOptions, RecallSamples
 from kcp.data.text import STDLIB, DataError, TextCorpus
 from kcp.data.tokenizer import FileTokenizer
 
@@ -90,5 +92,58 @@ class KcpTextDataset:
             (int(position[0]), int(position[1])),
             hold,
             identity | {"text": corpus.digest(), "tokenizer": tokenizer},
+        )
+        return ds.GeneratorDataset(view, list(COLUMNS), shuffle=False, num_parallel_workers=1, python_multiprocessing=False)
+
+
+@MindFormerRegister.register(MindFormerModuleType.DATASET_LOADER)
+class KcpRecallDataset:
+    """Associative recall with the columns of `KcpTextDataset`; the samples come in order, short documents first.
+
+    Args:
+        seq_length, num_samples, shortest, whole, queries, max_documents, seed: see `kcp.data.recall.RecallOptions`.
+        context_parallel, vocab_size, position, hold, column_names, num_shards, shard_id, python_multiprocessing, num_parallel_workers,
+            batch_size: as in `KcpTextDataset`.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+
+    def __new__(
+        cls,
+        seq_length: int = 4352,
+        num_samples: int = 1024,
+        context_parallel: int = 1,
+        shortest: int = 128,
+        whole: float = 0.5,
+        queries: int = 24,
+        max_documents: int = 64,
+        seed: int = 0,
+        vocab_size: int = 0,
+        position: Sequence[int] = (0, 0),
+        hold: bool = False,
+        column_names: Sequence[str] = COLUMNS,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+        python_multiprocessing: bool = False,
+        num_parallel_workers: int = 1,
+        batch_size: int = 1,
+    ) -> Any:
+        if tuple(column_names) != COLUMNS:
+            raise ValueError(f"train_dataset.input_columns = {list(column_names)}: {list(COLUMNS)} is needed")
+        workers, rank = num_shards or 1, shard_id or 0
+        if context_parallel < 1 or workers % context_parallel:
+            raise ValueError(f"context_parallel = {context_parallel}: a divisor of the {workers} workers is needed")
+        if vocab_size and vocab_size < VOCABULARY:
+            raise ValueError(f"model.model_config.vocab_size = {vocab_size}: the task needs at least {VOCABULARY}")
+        options = RecallOptions(seq_length, num_samples, shortest, whole, queries, max_documents, seed)
+        view = EpochView(
+            RecallSamples(options),
+            workers // context_parallel,
+            rank // context_parallel,
+            batch_size,
+            (int(position[0]), int(position[1])),
+            hold,
+            asdict(options),
         )
         return ds.GeneratorDataset(view, list(COLUMNS), shuffle=False, num_parallel_workers=1, python_multiprocessing=False)

@@ -102,7 +102,7 @@ def kcp_to_hf(
     _check_target(target)
     if not source.is_dir():
         raise CheckpointError([f"{source}: no such folder"])
-    options = _options_of_yaml(Path(config) if config else source / MODEL_CONFIG)
+    options = options_of_yaml(Path(config) if config else source / MODEL_CONFIG)
     tensors = scan(source)
     check_tensors(tensors, expected_shapes(options))
     sizes = {dtype: sum(t.num_bytes for t in tensors.values() if t.dtype == dtype) for dtype in DTYPE_NAMES}
@@ -115,7 +115,7 @@ def kcp_to_hf(
     _write_whole(source, target, tensors, write)
 
 
-def _options_of_yaml(path: Path) -> dict[str, Any]:
+def options_of_yaml(path: Path) -> dict[str, Any]:
     """Options of ``model.model_config``, checked, with the keys that only Hugging Face uses."""
     try:
         problems = Problems()

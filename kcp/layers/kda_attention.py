@@ -163,27 +163,47 @@ class KdaAttention(nn.Cell):
         self.meter = HealthMeter(self.core.config, self.core.local_options(True, True))
 
     def construct(self, hidden_states, cu_seqlens=None):
-        q, k, v, g, beta, gate = self._inputs(hidden_states, cu_seqlens)
-        out, _ = self.core(q, k, v, g, beta, self.A_log.reshape((-1,)), self.dt_bias, cu_seqlens=cu_seqlens, output_final_state=False)
-        return self.o_proj(self.o_norm(out, gate).reshape(hidden_states.shape[:2] + (self.value_width,)))
+        x = hidden_states
+        taps, bias = self.taps()
+        out, _ = self.attend(x, self.short_conv(self.project(x), taps, bias, cu_seqlens), None, cu_seqlens, False)
+        return self.close(x, out)
 
     def health(self, hidden_states, cu_seqlens=None):
         """``[7]`` float32, the figures of :mod:`kcp.layers.kda_health` over this rank's slice; inputs as ``construct``'s."""
-        q, k, v, g, beta, gate = self._inputs(hidden_states, cu_seqlens)
+        x = hidden_states
+        taps, bias = self.taps()
+        q, k, v, g, beta = self.core_inputs(x, self.short_conv(self.project(x), taps, bias, cu_seqlens))
+        gate = self.g_b_proj(self.g_a_proj(x)).reshape(v.shape)
         return self.meter.measure(q, k, v, g, beta, self.A_log.reshape((-1,)), self.dt_bias, gate)
 
-    def _inputs(self, x, cu_seqlens):
-        """The core's q, k, v, g, beta, and the output gate before its sigmoid ``[B, T_local, Hv, V]``."""
-        tokens = x.shape[:2]
-        qkv = ops.concat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
+    def project(self, x):
+        """q, k and v before the convolutions, side by side ``[B, T, widths]``."""
+        return ops.concat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
+
+    def taps(self):
+        """Weights ``[widths, 1, size]`` of the three convolutions, and their biases or None."""
         taps = ops.concat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight), 0)
         bias = None
         if self.conv_bias:
             bias = ops.concat((self.q_conv1d.bias, self.k_conv1d.bias, self.v_conv1d.bias), 0)
-        qkv = self.short_conv(qkv, taps, bias, cu_seqlens)
-        q = qkv[..., : self.key_width].reshape(tokens + (self.num_heads, self.head_dim))
-        k = qkv[..., self.key_width : 2 * self.key_width].reshape(tokens + (self.num_heads, self.head_dim))
-        v = qkv[..., 2 * self.key_width :].reshape(tokens + (self.num_v_heads, self.v_head_dim))
+        return taps, bias
+
+    def core_inputs(self, x, qkv):
+        """The core's q, k, v, g and beta from convolved ``qkv`` and x."""
+        tokens = x.shape[:2]
+        q, k, v = ops.split(qkv, (self.key_width, self.key_width, self.value_width), -1)
+        q = q.reshape(tokens + (self.num_heads, self.head_dim))
+        k = k.reshape(tokens + (self.num_heads, self.head_dim))
+        v = v.reshape(tokens + (self.num_v_heads, self.v_head_dim))
         g = self.f_b_proj(self.f_a_proj(x)).reshape(tokens + (self.num_v_heads, self.head_dim))
-        gate = self.g_b_proj(self.g_a_proj(x)).reshape(v.shape)
-        return q, k, v, g, self.b_proj(x), gate
+        return q, k, v, g, self.b_proj(x)
+
+    def attend(self, x, qkv, initial_state, cu_seqlens, output_final_state):
+        """The core on convolved ``qkv``, with the gates of x: ``(out [B, T, Hv, V], final state or None)``."""
+        q, k, v, g, beta = self.core_inputs(x, qkv)
+        return self.core(q, k, v, g, beta, self.A_log.reshape((-1,)), self.dt_bias, initial_state, cu_seqlens, output_final_state)
+
+    def close(self, x, out):
+        """Gated norm and output projection."""
+        gate = self.g_b_proj(self.g_a_proj(x)).reshape(out.shape)
+        return self.o_proj(self.o_norm(out, gate).reshape(x.shape[:2] + (self.value_width,)))

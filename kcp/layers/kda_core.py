@@ -49,7 +49,8 @@ class KdaCoreConfig:
         chunk_size, disable_recompute, state_v_first: as in :func:`kcp.ops.chunk_kda`.
         keep_transitions: state_scan (and hybrid) keeps the gathered M of the forward, so that its backward exchanges and computes dE alone;
             ptp_tree keeps its own M and computes dE alone.
-        ptp_head_groups: in how many groups of heads ptp_chain passes states on, a divisor of num_heads; None: the largest up to 8.
+        ptp_head_groups: in how many groups of heads ptp_chain passes states on, a divisor of num_heads; None: the largest up to
+            8 (W - 1) for W ranks.
         hybrid_ulysses_degree: consecutive ranks that exchange heads under hybrid, a divisor of the group's size and of both head counts;
             None: the largest.
         plan_tokens: tokens of a whole sequence that ``"auto"`` plans for; None: 4,096 a rank.
@@ -168,6 +169,15 @@ def _split_boundaries(cu_seqlens):
     return cu_seqlens, None
 
 
+def _wide(x):
+    return ops.cast(x, ms.float32) if x.dtype == ms.bfloat16 else x
+
+
+def _value(x):
+    """What a graph knows of a Parameter; handed as it is to a Cell with a bprop, MindSpore can fail to compile (parameter_eliminate)."""
+    return x * 1.0 if in_graph() else x
+
+
 @constexpr(check=False)
 def _flat_host_rows(rows, batch, num_tokens):
     return flat_rows(check_rows(rows, batch, num_tokens), num_tokens)
@@ -216,6 +226,7 @@ class KdaCore(nn.Cell):
         self.group = group
         self.group_parts = split_for(config, group)
         self.distributed = group.size > 1
+        self.widens = ms.get_context("device_target") == "CPU"  # its graphs can't reshape, slice or transpose bfloat16
         self.dense_cell = (None, None)
         self.number = next(_numbers)
         _cores[self.number] = self
@@ -233,6 +244,15 @@ class KdaCore(nn.Cell):
         cu_seqlens=None,
         output_final_state: bool = True,
     ):
+        if self.widens and in_graph() and value.dtype == ms.bfloat16:
+            out, final_state = self._run(
+                _wide(query), _wide(key), _wide(value), _wide(gate), _wide(beta), a_log, dt_bias, initial_state, cu_seqlens,
+                output_final_state,
+            )  # fmt: skip
+            return ops.cast(out, ms.bfloat16), final_state
+        return self._run(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
+
+    def _run(self, query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state):
         if self.distributed:
             return self._distributed(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
         batch, num_tokens = query.shape[:2]
@@ -278,9 +298,9 @@ class KdaCore(nn.Cell):
         none = ops.zeros((1,), ms.float32)
         tensors = (
             q, k, v, g, beta,
-            none if a_log is None else a_log,
-            none if dt_bias is None else dt_bias,
-            none if initial_state is None else initial_state,
+            none if a_log is None else _value(a_log),
+            none if dt_bias is None else _value(dt_bias),
+            none if initial_state is None else _value(initial_state),
             none if boundaries is None else boundaries,
         )  # fmt: skip
         results = cell(*tensors) if in_graph() else _StrategyPyNative.apply(cell, *tensors)
@@ -321,7 +341,7 @@ class KdaCore(nn.Cell):
         per_row = 0 if boundaries is None else num_documents // batch
         call = Call(batch, num_tokens, sizes["T"], rows, per_row, initial_state is not None, compiled)
         fields = self.local_options(a_log is not None, dt_bias is not None)
-        return build(c, group, self.group_parts, backends.select("chunk_kda"), fields, call)
+        return build(c, group, self.group_parts, backends.select("chunk_kda", compiled), fields, call)
 
     def local_options(self, has_a_log: bool, has_dt_bias: bool) -> dict:
         """Fields of :class:`~kcp.ops.options.KdaOptions` for the local op, but boundaries and states."""

@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
+from kcp.layers.fused import layer_cell, serves
 from kcp.layers.linear import Linear
 from kcp.layers.norms import RMSNorm
 from kcp.layers.short_conv import tokens_into_document
@@ -81,6 +82,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int, into) -> Tenso
     if q.shape[1] == 0:
         return v[:, :0]
     q, k, v = ops.transpose(q, (0, 2, 1, 3)), ops.transpose(k, (0, 2, 1, 3)), ops.transpose(v, (0, 2, 1, 3))
+    if serves(q.shape):
+        return ops.transpose(_attention_by_blocks(q, k, v, begin, into), (0, 2, 1, 3))
     distance = _distances(begin, begin + q.shape[2], k.shape[2])
     seen = distance >= 0
     if into is not None:
@@ -91,6 +94,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: int, into) -> Tenso
     weights = numerics.exp(scores - ops.stop_gradient(scores.max(-1, keepdims=True))) * visible
     weights = weights / weights.sum(-1, keepdims=True)
     return ops.transpose(numerics.matmul(weights, v), (0, 2, 1, 3))
+
+
+@constexpr
+def _query_blocks(num_queries: int) -> tuple:
+    """``(first, last)`` of blocks of queries, at most 16 and at least 256 queries each."""
+    size = max(256, -(-num_queries // 16))
+    return tuple((first, min(first + size, num_queries)) for first in range(0, num_queries, size))
+
+
+def _attention_by_blocks(q, k, v, begin, into):
+    """:func:`causal_attention` for head-major tensors, a block of queries at a time against the keys up to the block's end."""
+    outs = ()
+    nothing = ops.zeros((1,), ms.int32)
+    for first, last in _query_blocks(q.shape[2]):
+        end = begin + last
+        scores = numerics.matmul(q[:, :, first:last], k[:, :, :end], transpose_b=True)
+        weights = layer_cell("Softmax", begin + first, into is not None)(scores, nothing if into is None else into[:, first:last])
+        outs = outs + (numerics.matmul(weights, v[:, :, :end]),)
+    return outs[0] if len(outs) == 1 else ops.concat(outs, 2)
 
 
 class MultiLatentAttention(nn.Cell):
@@ -138,13 +160,11 @@ class MultiLatentAttention(nn.Cell):
     def construct(self, hidden_states, cu_seqlens=None):
         x = hidden_states
         tokens = x.shape[:2]
-        q = (ops.cast(self.q_proj(x), ms.float32) * self.scale).reshape(tokens + (self.num_heads, self.nope + self.rope))
-        latent = ops.cast(self.kv_a_proj_with_mqa(x), ms.float32)
-        latent = ops.concat((self.kv_a_layernorm(latent[..., : self.rank_width]), latent[..., self.rank_width :]), -1)
+        q, latent = self.queries_and_latent(x)
         lengths = self.group.lengths(tokens[1])
         begin, total = sum(lengths[: self.group.rank]), sum(lengths)
         if self.ulysses:
-            k, v = self._keys_and_values(latent)
+            k, v = self.keys_and_values(latent)
             whole = self.to_heads(ops.concat((q, k, v), -1))
             width = self.nope + self.rope
             q, k, v = whole[..., :width], whole[..., width : 2 * width], whole[..., 2 * width :]
@@ -153,14 +173,20 @@ class MultiLatentAttention(nn.Cell):
         else:
             if self.group.size > 1:
                 latent = self.gather(latent)
-            k, v = self._keys_and_values(latent)
+            k, v = self.keys_and_values(latent)
             out = causal_attention(q, k, v, begin, self._into(begin, begin + tokens[1], cu_seqlens))
         return self.o_proj(ops.cast(out.reshape(tokens + (self.num_heads * self.value_width,)), x.dtype))
+
+    def queries_and_latent(self, x):
+        """Scaled queries ``[B, T, H, nope + rope]`` and the latent ``[c | k_r]`` ``[B, T, rank + rope]``, float32."""
+        q = (ops.cast(self.q_proj(x), ms.float32) * self.scale).reshape(x.shape[:2] + (self.num_heads, self.nope + self.rope))
+        latent = ops.cast(self.kv_a_proj_with_mqa(x), ms.float32)
+        return q, ops.concat((self.kv_a_layernorm(latent[..., : self.rank_width]), latent[..., self.rank_width :]), -1)
 
     def _into(self, begin, end, cu_seqlens):
         return None if cu_seqlens is None else tokens_into_document(begin, end, cu_seqlens)
 
-    def _keys_and_values(self, latent):
+    def keys_and_values(self, latent):
         """``(k [B, T, H, nope + rope], v [B, T, H, V])`` from ``[c | k_r]``."""
         tokens = latent.shape[:2]
         up = self.kv_b_proj(latent[..., : self.rank_width]).reshape(tokens + (self.num_heads, self.nope + self.value_width))

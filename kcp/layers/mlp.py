@@ -3,8 +3,16 @@
 import mindspore as ms
 from mindspore import nn
 
+from kcp.layers.fused import layer_cell, serves
 from kcp.layers.linear import Linear
 from kcp.ops.numerics import silu
+
+
+def silu_times(gate, up):
+    """``silu(gate) * up`` in the dtype of gate, computed in float32."""
+    if serves(gate.shape):
+        return layer_cell("Glu")(gate.astype(ms.float32), up.astype(ms.float32)).astype(gate.dtype)
+    return silu(gate.astype(ms.float32)).astype(gate.dtype) * up
 
 
 class SwiGLU(nn.Cell):
@@ -29,5 +37,4 @@ class SwiGLU(nn.Cell):
         self.down_proj = Linear(intermediate_size, hidden_size, init_std=init_std)
 
     def construct(self, x):
-        gate = silu(self.gate_proj(x).astype(ms.float32)).astype(x.dtype)
-        return self.down_proj(gate * self.up_proj(x))
+        return self.down_proj(silu_times(self.gate_proj(x), self.up_proj(x)))

@@ -7,6 +7,7 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.common.initializer import initializer
 
+from kcp.layers.fused import layer_cell, serves
 from kcp.ops.numerics import sigmoid
 
 
@@ -33,8 +34,11 @@ class RMSNorm(nn.Cell):
         super().__init__()
         self.eps = eps
         self.weight = ms.Parameter(initializer("ones", (dim,), ms.float32), name="weight")
+        self.no_gate = ms.Tensor([0.0], ms.float32)
 
     def construct(self, x):
+        if serves(x.shape):
+            return layer_cell("Norm", self.eps, False)(x.astype(ms.float32), self.weight, self.no_gate).astype(x.dtype)
         return (_rms_normalize(x.astype(ms.float32), self.eps) * self.weight).astype(x.dtype)
 
 
@@ -58,5 +62,7 @@ class GatedRMSNorm(nn.Cell):
         self.weight = ms.Parameter(initializer("ones", (dim,), ms.float32), name="weight")
 
     def construct(self, x, gate):
+        if serves(x.shape):
+            return layer_cell("Norm", self.eps, True)(x.astype(ms.float32), self.weight, gate.astype(ms.float32)).astype(x.dtype)
         normalized = _rms_normalize(x.astype(ms.float32), self.eps) * self.weight
         return (normalized * sigmoid(gate.astype(ms.float32))).astype(x.dtype)

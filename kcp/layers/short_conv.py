@@ -9,6 +9,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common._grad_function import _Function
 from mindspore.ops import constexpr
 
+from kcp.layers.fused import MAX_TAPS, layer_cell, serves
 from kcp.ops.numerics import in_graph, silu, silu_grad, total
 from kcp.parallel.halo import Halo
 
@@ -124,19 +125,25 @@ class ShortConv(nn.Cell):
         self.size = size
         self.block = BLOCK
         self.halo = Halo(group, size - 1)
+        self.no_bias, self.no_boundary = Tensor([0.0], ms.float32), Tensor([0], ms.int32)
 
     def construct(self, x, weight, bias=None, cu_seqlens=None):
+        halo = self.halo(ops.cast(x, ms.float32)) if self.size > 1 else None
+        return self.convolve(x, halo, weight, bias, self._into(x.shape[1], cu_seqlens))
+
+    def convolve(self, x, halo, weight, bias=None, into=None):
+        """The convolution after the tokens ``halo [B, size-1, D]``; ``into`` as :func:`tokens_into_document` gives it, or None."""
         num_tokens = x.shape[1]
         dtype = x.dtype
         x = ops.cast(x, ms.float32)
+        if 1 < self.size <= MAX_TAPS and serves(x.shape):
+            y = layer_cell("Conv", bias is not None, into is not None)(
+                x, halo, weight, self.no_bias if bias is None else bias, self.no_boundary if into is None else into
+            )
+            return ops.cast(y, dtype)
         taps = weight.reshape(weight.shape[0], self.size)
         if self.size > 1:
-            extended = ops.concat((self.halo(x), x), 1)
-            into = None
-            if cu_seqlens is not None:
-                lengths = self.group.lengths(num_tokens)
-                begin = sum(lengths[: self.group.rank])
-                into = tokens_into_document(begin, begin + num_tokens, cu_seqlens)
+            extended = ops.concat((halo, x), 1)
             if not in_graph() and num_tokens * x.shape[2] > self.block:
                 return ops.cast(_Blocks.apply(extended, taps, bias, into, max(self.size, self.block // x.shape[2])), dtype)
         y = x * taps[:, self.size - 1]
@@ -149,3 +156,10 @@ class ShortConv(nn.Cell):
         if bias is not None:
             y = y + bias
         return ops.cast(silu(y), dtype)
+
+    def _into(self, num_tokens, cu_seqlens):
+        """:func:`tokens_into_document` of this rank's slice; None without boundaries."""
+        if cu_seqlens is None:
+            return None
+        begin = sum(self.group.lengths(num_tokens)[: self.group.rank])
+        return tokens_into_document(begin, begin + num_tokens, cu_seqlens)

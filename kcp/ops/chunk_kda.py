@@ -34,6 +34,7 @@ class _ChunkKda(nn.Cell):
         self.opts_without_caches = replace(opts, disable_recompute=False)
         self.forward = backend.op_forward
         self.backward = backend.op_backward
+        self.direct = getattr(backend, "op_direct", None)
 
     def construct(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu):
         out, final_state, saved = self.forward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)
@@ -64,6 +65,11 @@ class _ChunkKdaPyNative(_Function):
         return (None, *cell.backward(cell.opts, *tensors, saved[9:], d_out, d_final), None)
 
 
+def _run_pynative(cell, tensors, output_final_state):
+    results = None if cell.direct is None else cell.direct(cell.opts, *tensors, output_final_state)
+    return _ChunkKdaPyNative.apply(cell, *tensors) if results is None else results
+
+
 @lru_cache(256)
 def _cached_cell(opts: KdaOptions, backend) -> _ChunkKda:
     return _ChunkKda(opts, backend)
@@ -75,7 +81,7 @@ def resolve_scale(scale, key_width):
 
 
 @constexpr(check=False)
-def _cell(tensors, cu, boundaries, scale, chunk_size, layout, flags, numbers, chunk_indices):
+def _cell(tensors, cu, boundaries, scale, chunk_size, layout, flags, numbers, chunk_indices, compiled):
     """Check a call and give its Cell. ``tensors``: ``(shape, dtype)`` or None of q, k, v, g, beta, a_log, dt_bias, initial_state."""
     q, k, v, g, beta, a_log, dt_bias, initial_state = tensors
     safe_gate, use_gate, disable_recompute, v_first, l2norm, beta_sigmoid, neg_eigval, exp2 = flags
@@ -107,7 +113,7 @@ def _cell(tensors, cu, boundaries, scale, chunk_size, layout, flags, numbers, ch
         cu = "tensor"
     check_chunk_indices(chunk_indices, cu, chunk_size)
     object.__setattr__(opts, "cu_seqlens", cu)
-    return _cached_cell(opts, backends.select("chunk_kda"))
+    return _cached_cell(opts, backends.select("chunk_kda", compiled))
 
 
 _PLACEHOLDER = Tensor([0.0], ms.float32)
@@ -231,6 +237,7 @@ def chunk_kda(
          allow_neg_eigval, use_exp2),
         (lower_bound, epsilon),
         chunk_indices,
+        in_graph(),
     )  # fmt: skip
     if boundaries is not None and not in_graph():
         check_cu_seqlens(boundaries.asnumpy().tolist(), _token_count(q, layout))
@@ -242,5 +249,5 @@ def chunk_kda(
         none if initial_state is None else initial_state,
         none if boundaries is None else boundaries,
     )  # fmt: skip
-    results = cell(*tensors) if in_graph() else _ChunkKdaPyNative.apply(cell, *tensors)
+    results = cell(*tensors) if in_graph() else _run_pynative(cell, tensors, output_final_state)
     return results[0], results[1] if output_final_state else None

@@ -48,11 +48,11 @@ def refuse_gradient(stage):
 class Stage(nn.Cell):
     """One stage with its options fixed; a gradient through it is refused."""
 
-    def __init__(self, stage, opts):
+    def __init__(self, stage, opts, backend):
         super().__init__(auto_prefix=False)
         self.stage = stage
         self.opts = opts
-        self.run = getattr(backends.select(stage), stage)
+        self.run = getattr(backend, stage)
 
     def construct(self, tensors):
         return self.run(self.opts, *tensors)
@@ -63,13 +63,18 @@ class Stage(nn.Cell):
 
 
 @lru_cache(512)
-def cached_stage(stage, opts, backend_name):
-    return Stage(stage, opts)
+def cached_stage(stage, opts, backend):
+    return Stage(stage, opts, backend)
+
+
+def stage_cell(stage, names, values, cu, boundaries, num_tokens, batch, chunk_indices):
+    """The Cell of a stage for options ``names = values``; ``cu`` host boundaries or None, ``boundaries`` (shape, dtype) of a Tensor."""
+    return checked_stage(stage, names, values, cu, boundaries, num_tokens, batch, chunk_indices, in_graph())
 
 
 @constexpr(check=False)
-def stage_cell(stage, names, values, cu, boundaries, num_tokens, batch, chunk_indices):
-    """The Cell of a stage for options ``names = values``; ``cu`` host boundaries or None, ``boundaries`` (shape, dtype) of a Tensor."""
+def checked_stage(stage, names, values, cu, boundaries, num_tokens, batch, chunk_indices, compiled):
+    """Check the options of a stage and give its Cell."""
     options = dict(zip(names, values, strict=True))
     options["scale"] = options.get("scale", 1.0)
     if (cu is not None or boundaries is not None) and batch != 1:
@@ -81,7 +86,7 @@ def stage_cell(stage, names, values, cu, boundaries, num_tokens, batch, chunk_in
         cu = "tensor"
     check_chunk_indices(chunk_indices, cu, options.get("chunk_size", 64))
     opts = KdaOptions(cu_seqlens=cu, **options)
-    return cached_stage(stage, opts, backends.select(stage).__name__)
+    return cached_stage(stage, opts, backends.select(stage, compiled))
 
 
 def check_stage(names, tensors, optional, dims, dtypes, cu_seqlens, chunk_size):
@@ -215,11 +220,11 @@ def check_merge(state, summaries, count, rank, forward, state_v_first):
 class Merge(nn.Cell):
     """The merge of fixed ranks; a gradient through it is refused."""
 
-    def __init__(self, opts, ranks):
+    def __init__(self, opts, ranks, backend):
         super().__init__(auto_prefix=False)
         self.opts = opts
         self.ranks = ranks
-        self.run = backends.select("merge_fwd_bwd").merge_fwd_bwd
+        self.run = backend.merge_fwd_bwd
 
     def construct(self, summaries):
         return self.run(self.opts, summaries, self.ranks)
@@ -230,10 +235,10 @@ class Merge(nn.Cell):
 
 
 @lru_cache(256)
-def cached_merge(state_v_first, ranks, backend_name):
-    return Merge(KdaOptions(1.0, safe_gate=True, state_v_first=state_v_first), ranks)
+def cached_merge(state_v_first, ranks, backend):
+    return Merge(KdaOptions(1.0, safe_gate=True, state_v_first=state_v_first), ranks, backend)
 
 
 @constexpr(check=False)
-def merge_cell(state_v_first, ranks):
-    return cached_merge(state_v_first, ranks, backends.select("merge_fwd_bwd").__name__)
+def merge_cell(state_v_first, ranks, compiled):
+    return cached_merge(state_v_first, ranks, backends.select("merge_fwd_bwd", compiled))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from mindspore import Tensor
 
 from kcp.ops.chunk_kda import resolve_scale
+from kcp.ops.numerics import in_graph
 from kcp.ops.options import STORAGE, check_flag, describe, is_host_boundaries, require_tensor
 from kcp.ops.stage_cells import (
     CACHE_SLOTS,
@@ -335,7 +336,7 @@ def chunk_kda_bwd_finalize(
               a_log is not None, dt_bias is not None, q_rstd is not None, use_beta_sigmoid_in_kernel, allow_neg_eigval,
               output_layout)  # fmt: skip
     stage = stage_cell("bwd_finalize", names, values, host, describe(tensor), k.shape[2], k.shape[0], chunk_indices)
-    grads = stage((q, k, v, raw_g, beta, or_placeholder(a_log), or_placeholder(dt_bias), akk, v_new, h, dh, dv_scan, d_aqk, dq_raw,
+    grads = stage((q, k, v, gk, raw_g, beta, or_placeholder(a_log), or_placeholder(dt_bias), akk, v_new, h, dh, dv_scan, d_aqk, dq_raw,
                   or_placeholder(q_rstd), or_placeholder(k_rstd), or_placeholder(tensor)))  # fmt: skip
     return grads[:5] + (None if a_log is None else grads[5], None if dt_bias is None else grads[6])
 
@@ -364,4 +365,4 @@ def chunk_kda_merge_fwd_bwd(
     require_tensor("state", state)
     require_tensor("summaries", summaries)
     ranks = check_merge(describe(state), describe(summaries), pre_or_post_num_ranks, rank, forward, state_v_first)
-    return merge_cell(state_v_first, ranks)(summaries)
+    return merge_cell(state_v_first, ranks, in_graph())(summaries)

@@ -5,6 +5,8 @@ The unit of work is one fused forward over the rank's share of the tokens; the c
     compute     work * forward FLOPs of T / W tokens / flops        work: units on the path that everybody waits for
     exchange    exchanges * latency + physical bytes / bandwidth     nothing is assumed to overlap
 
+``scripts/bench_cp.py`` measures a machine's FLOP/s, latency and bandwidth and holds every strategy's time against this prediction.
+
 Exchanges of states do not depend on T, Ulysses' do. Recomputing in the backward and work outside the core (projections, ShortConv) cost
 every strategy the same and are left out. Needs no MindSpore.
 """
@@ -163,9 +165,7 @@ def scan_work(blocks: int, packed: bool = False, keep_transitions: bool = True) 
     """
     if blocks == 1:
         return FORWARD + BACKWARD
-    send = END if blocks == 2 else SUMMARY
-    if packed:
-        send = END + SUMMARY
+    send = END if blocks == 2 and not packed else SUMMARY
     send_back = BACKWARD_END
     if not keep_transitions and (packed or blocks > 2):
         send_back += SUMMARY
@@ -204,7 +204,7 @@ def _heads_exchange(s: Sizes, m: Machine, degree: int) -> tuple[int, int, int]:
     moved = logical
     if not m.has_all_to_all:
         moved = payload * (degree if degree < s.ranks and not m.has_group_gather else degree - 1)
-    return logical, 2 * moved, 8
+    return logical, 2 * moved, 12
 
 
 def _scan_exchange(s: Sizes, m: Machine, blocks: int, heads_share: int) -> tuple[int, int, int, int]:
@@ -240,7 +240,7 @@ def _state_scan(s: Sizes, m: Machine) -> Cost:
 
 
 def _ptp_chain(s: Sizes, m: Machine) -> Cost:
-    units = s.batch * head_groups(s.num_heads, s.ptp_head_groups)
+    units = s.batch * head_groups(s.num_heads, s.ptp_head_groups, s.ranks)
     rounds = units + s.ranks - 2
     physical = 2 * s.state_bytes
     if not m.has_point_to_point:

@@ -101,8 +101,9 @@ def core_errors(
     decay: float = 0.01,
     documents: tuple[int, ...] | None = None,
     seed: int = 0,
+    dtype=ms.float32,
 ) -> dict[str, float]:
-    """Relative L2 of outputs and gradients of W ranks in lockstep against one rank, in float32; ``halo`` is exact if right.
+    """Relative L2 of outputs and gradients of W ranks in lockstep against one rank; ``halo`` is exact if right.
 
     Args:
         strategy: as in :class:`~kcp.layers.kda_core.KdaCoreConfig`.
@@ -112,6 +113,7 @@ def core_errors(
         decay: log decays of tokens are uniform in [-decay, 0]; write strengths reach 2.
         documents: lengths of packed documents, T in all; None: one.
         seed: of the inputs.
+        dtype: of query, key, value, gate and beta.
 
     Returns:
         ``{"out": ..., "final_state": ..., "query": ..., ...}``; parameter gradients are summed over the ranks first.
@@ -126,8 +128,8 @@ def core_errors(
     x = _inputs(tokens, heads, width, decay, 1 if documents is None else len(documents), seed)
     cu = None if documents is None else tuple(int(n) for n in np.cumsum((0, *documents)))
     lengths = slice_lengths(tokens, ranks)
-    results = lockstep.run(ranks, lambda group: _rank(group, x, cu, strategy, heads, width, lengths), lengths)
-    expected = _one_rank(x, cu, heads, width)
+    results = lockstep.run(ranks, lambda group: _rank(group, x, cu, strategy, heads, width, lengths, dtype), lengths)
+    expected = _one_rank(x, cu, heads, width, dtype)
     errors = {name: relative(np.concatenate([r[name] for r in results], 1), expected[name]) for name in ("out", *_INPUTS[:5])}
     errors["dt_bias"] = relative(sum(r["dt_bias"] for r in results), expected["dt_bias"])
     for name in ("final_state", "initial_state"):
@@ -155,25 +157,25 @@ def _core(strategy, heads, width, group):
     return KdaCore(config, group)
 
 
-def _rank(group, x, cu, strategy, heads, width, lengths):
+def _rank(group, x, cu, strategy, heads, width, lengths, dtype):
     """Outputs and gradients of one rank through the strategy's explicit halves."""
     begin = sum(lengths[: group.rank])
     end = begin + lengths[group.rank]
     local = {name: _tensor(x[name][:, begin:end]) for name in (*_INPUTS[:5], "d_out", "halo")}
-    q, k, v, g, beta = (local[name] for name in _INPUTS[:5])
+    q, k, v, g, beta = (local[name].astype(dtype) for name in _INPUTS[:5])
     none, dt_bias, initial = ops.zeros((1,), ms.float32), Tensor(x["dt_bias"]), Tensor(x["initial_state"])
     out = {}
     if group.size == 1:
-        out.update(_one_rank(x, cu, heads, width))
+        out.update(_one_rank(x, cu, heads, width, dtype))
     else:
         core = _core(strategy, heads, width, group)
         infos = tuple(None if t is None else describe(t) for t in (q, k, v, g, beta, None, dt_bias, initial))
         cell = core.strategy_cell(infos, cu, None, True)
         inputs = (q, k, v, g, beta, none, dt_bias, initial, none)
         results = cell.construct(*inputs)
-        grads = cell.bprop(*inputs, results, (local["d_out"], Tensor(x["d_final"] / group.size)))
-        out["out"], out["final_state"] = results[0].asnumpy(), results[1].asnumpy()
-        out.update({name: grads[i].asnumpy() for i, name in zip((0, 1, 2, 3, 4, 6, 7), _INPUTS, strict=True)})
+        grads = cell.bprop(*inputs, results, (local["d_out"].astype(dtype), Tensor(x["d_final"] / group.size)))
+        out["out"], out["final_state"] = _array(results[0]), _array(results[1])
+        out.update({name: _array(grads[i]) for i, name in zip((0, 1, 2, 3, 4, 6, 7), _INPUTS, strict=True)})
     halo = Halo(group, HALO)
     out["halo"] = halo.construct(local["halo"]).asnumpy()
     out["halo_grad"] = halo.backward(local["halo"], Tensor(x["d_halo"][group.rank])).asnumpy()
@@ -184,18 +186,23 @@ def _tensor(x):
     return Tensor(x.copy()) if x.size else ops.zeros(x.shape, ms.float32)
 
 
-def _one_rank(x, cu, heads, width):
+def _array(x):
+    return x.astype(ms.float32).asnumpy()
+
+
+def _one_rank(x, cu, heads, width, dtype):
     """The same on one rank, through automatic differentiation."""
     core = _core("none", heads, width, CpGroup.single())
     d_out, d_final = Tensor(x["d_out"]), Tensor(x["d_final"])
 
     def loss(q, k, v, g, beta, dt_bias, initial):
         out, final = core(q, k, v, g, beta, None, dt_bias, initial, cu)
-        return (out * d_out).sum() + (final * d_final).sum(), out, final
+        return (out.astype(ms.float32) * d_out).sum() + (final * d_final).sum(), out, final
 
-    (_, out, final), grads = ms.value_and_grad(loss, tuple(range(7)), has_aux=True)(*(Tensor(x[name]) for name in _INPUTS))
+    tensors = [Tensor(x[name]).astype(dtype) if name in _INPUTS[:5] else Tensor(x[name]) for name in _INPUTS]
+    (_, out, final), grads = ms.value_and_grad(loss, tuple(range(7)), has_aux=True)(*tensors)
     named = {"out": out, "final_state": final, **dict(zip(_INPUTS, grads, strict=True))}
-    return {name: value.asnumpy() for name, value in named.items()}
+    return {name: _array(value) for name, value in named.items()}
 
 
 def _halo_errors(x, results, lengths):

@@ -4,8 +4,9 @@
     backward   local dE -> all-gather -> suffix with dM = M^T kept from the forward -> local backward
 
 What is exchanged does not depend on the number of tokens. A rank whose incoming state is known (a slice that starts a document, rank 0)
-computes its outgoing state alone, E without M; a rank where a document ends computes dE without dM (``documents.py`` has the rules). The
-last rank's forward and the first rank's backward summary are never needed; those ranks send zeros.
+computes its outgoing state alone, E without M; a rank where a document ends computes dE without dM (``documents.py`` has the rules). So
+the initial state and the final state's gradient are in the first rank's E and the last rank's dE, and prefix and suffix start from zero, as
+Hyper-Parallel's merge kernel does. The last rank's forward and the first rank's backward summary are never needed; those ranks send zeros.
 
 Ranks run different graphs, and a graph orders its collectives by data alone: ``ops.depend`` ties each exchange to the one before it.
 
@@ -60,6 +61,8 @@ class StateScan:
         self.has_initial_state = has_initial_state
         self.state_v_first = state_v_first
         self.keep_transitions = keep_transitions
+        self.prefix = getattr(backend, "prefix", summary.prefix)
+        self.suffix = getattr(backend, "suffix", summary.suffix)
         self.is_first = group.rank == 0
         self.is_last = group.rank == group.size - 1
         self.no_tokens = documents.num_tokens == 0
@@ -85,11 +88,12 @@ class StateScan:
         if docs.all_through:
             return self.backend.forward_summary(self.opts, q, k, v, g, beta, a_log, dt_bias, cu, opened)
         start = h0 * (1.0 - index[CONTINUES]) if docs.any_continues else h0
-        ends = self.backend.forward_end(self.opts, q, k, v, g, beta, a_log, dt_bias, start, cu, opened)
-        e, m = ops.gather(ends, index[LAST], 0), zeros[..., value_width:]
-        if docs.any_through:
-            whole = self.backend.forward_summary(self.opts, q, k, v, g, beta, a_log, dt_bias, cu, opened)
-            m = ops.gather(whole, index[LAST], 0)[..., value_width:] * index[THROUGH]
+        if docs.any_through:  # some rows or packings need M: E from a known state follows from it
+            last = ops.gather(self.backend.forward_summary(self.opts, q, k, v, g, beta, a_log, dt_bias, cu, opened), index[LAST], 0)
+            e, m = summary.apply(last, ops.gather(start, index[LAST], 0)), last[..., value_width:] * index[THROUGH]
+        else:
+            ends = self.backend.forward_end(self.opts, q, k, v, g, beta, a_log, dt_bias, start, cu, opened)
+            e, m = ops.gather(ends, index[LAST], 0), zeros[..., value_width:]
         return ops.concat((e, m), -1)
 
     def _exchange_forward(self, own, value_width):
@@ -97,7 +101,7 @@ class StateScan:
         gathered = self.group.collectives.all_gather(own, STATE)
         crossing = own[..., :value_width]
         if self.documents.any_continues:
-            crossing = summary.prefix(gathered, self.group.rank, ops.zeros(crossing.shape, ms.float32))
+            crossing = self.prefix(gathered, self.group.rank, ops.zeros(crossing.shape, ms.float32))
         return crossing, gathered[..., value_width:], gathered
 
     def _exchange_backward(self, own, transitions, value_width):
@@ -107,7 +111,7 @@ class StateScan:
         if self.documents.any_open:
             d_m = gathered[..., value_width:] if transitions is None else ops.swapaxes(transitions, -1, -2)
             none = ops.zeros(crossing.shape, ms.float32)
-            crossing = summary.suffix(gathered[..., :value_width], d_m, self.group.rank, none)
+            crossing = self.suffix(gathered[..., :value_width], d_m, self.group.rank, none)
         return crossing, gathered
 
     def forward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, output_final_state):
@@ -154,14 +158,12 @@ class StateScan:
         if docs.all_through and not self.keep_transitions:
             return self.backend.backward_summary(self.opts, q, cu, caches, opened)
         end = d_ends * (1.0 - index[OPEN]) if docs.any_open else d_ends
+        if docs.any_through and not self.keep_transitions:
+            first = ops.gather(self.backend.backward_summary(self.opts, q, cu, caches, opened), index[FIRST], 0)
+            d_e = summary.apply(first, ops.gather(end, index[FIRST], 0))
+            return ops.concat((d_e, first[..., value_width:] * index[THROUGH]), -1)
         d_e = ops.gather(self.backend.backward_end(self.opts, q, cu, caches, opened, end), index[FIRST], 0)
-        if self.keep_transitions:
-            return d_e
-        d_m = zeros[..., value_width:]
-        if docs.any_through:
-            whole = self.backend.backward_summary(self.opts, q, cu, caches, opened)
-            d_m = ops.gather(whole, index[FIRST], 0)[..., value_width:] * index[THROUGH]
-        return ops.concat((d_e, d_m), -1)
+        return d_e if self.keep_transitions else ops.concat((d_e, zeros[..., value_width:]), -1)
 
     def backward(self, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final):
         """Gradients of this rank's tokens, partial (or reduced) parameter gradients, the whole initial-state gradient."""

@@ -139,7 +139,7 @@ def _chain(config, group, backend, fields, call):
     else:
         rows = RowParts.from_rows(_dense_rows(call), begin, end, is_first)
     opts = KdaOptions(cu_seqlens="tensor" if call.documents_per_row else None, has_initial_state=True, **fields)
-    groups = head_groups(config.num_heads, config.ptp_head_groups)
+    groups = head_groups(config.num_heads, config.ptp_head_groups, group.size)
     direct = group.collectives.has_point_to_point(call.compiled)
     reduced_by = config.reduce_replicated_grads
     return PtpChain(opts, backend, group, rows, groups, reduced_by, call.has_initial_state, config.state_v_first, direct)

@@ -142,6 +142,7 @@ class Ulysses:
         self.opts = opts
         self.backend = backend
         self.group = group
+        self.stateless_forward = getattr(backend, "op_stateless_forward", getattr(backend, "op_forward", None))
         self.reduced_by = reduced_by
         self.num_rows = num_rows
         self.everyone = group.collectives  # over whom the parameters' gradients are summed
@@ -204,7 +205,8 @@ class Ulysses:
         """The op on the local heads: ``(out, final_state, caches)``."""
         q, k, v, g, beta, a_log, dt_bias, initial_state = inputs
         cu = self._boundaries(cu, v.shape[1] // self.num_rows)
-        return self.backend.op_forward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)
+        forward = self.backend.op_forward if output_final_state else self.stateless_forward
+        return forward(self.opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)
 
     def _local_backward(self, inputs, cu, caches, d_out, d_final):
         """Its eight gradients."""

@@ -1,14 +1,16 @@
 """What a configuration may say, and the one line for each thing that it may not."""
 
 import copy
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hf_cases import RELEASED
 
 from kcp.config import MAX_FILE_BYTES, ConfigError, load_run_config
-from kcp.hf import model_options_from_json
+from kcp.hf import expected_shapes, model_options_from_json
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 M, P, D = "model.model_config", "parallel_config", "train_dataset.data_loader"
@@ -52,12 +54,34 @@ def problems(load, changes, world_size=None):
 
 @pytest.mark.parametrize(
     ("name", "world_size", "local"),
-    [("tiny_1p", 1, 512), ("tiny_cp2", 2, 256), ("tiny_hybrid_cp2", 2, 256), ("kimi_linear_48b_npu", 16, 8192)],
+    [
+        ("tiny_1p", 1, 512),
+        ("tiny_cp2", 2, 256),
+        ("tiny_hybrid_cp2", 2, 256),
+        ("recall_cp2", 2, 2176),
+        ("small_16m_cp2", 2, 4096),
+        ("base_400m_npu_cp8", 8, 8192),
+        ("large_3b_npu_cp32", 32, 16384),
+        ("kimi_linear_48b_npu", 16, 8192),
+    ],
 )
 def test_shipped_files_are_valid(name, world_size, local):
     run = load_run_config(CONFIGS / f"{name}.yaml", world_size)
     assert run.world_size == world_size
     assert run.local_seq_length == local
+
+
+def test_every_shipped_file_is_on_the_ladder_and_says_why():
+    page = (CONFIGS.parent / "docs" / "ladder.md").read_text()
+    for path in CONFIGS.glob("*.yaml"):
+        run = load_run_config(path)
+        row = next(line for line in page.splitlines() if line.startswith(f"| [{path.name}]"))
+        parameters = sum(int(np.prod(shape)) for shape in expected_shapes(asdict(run.model)).values())
+        strategy = run.model.kda_cp_strategy if run.parallel.context_parallel > 1 else "none"
+        cells = [cell.strip() for cell in row.strip("| ").split("|")]
+        said = float(cells[1].split()[0]) * {"M": 1e6, "B": 1e9}[cells[1].split()[1]]
+        assert said == pytest.approx(parameters, rel=0.06)
+        assert cells[2:5] == [f"{run.model.seq_length:,}", str(run.parallel.context_parallel), f"`{strategy}`"]
 
 
 def test_48b_file_is_the_released_model():

@@ -3,12 +3,14 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from layer_checks import check, np_sigmoid, relative
+from layer_checks import Weighted, check, np_sigmoid, relative
 from mindspore import Tensor
 
 from kcp.layers.moe import MoeConfig, Router, SparseMoe
+from kcp.ops import backends
 
 SIZES = {"hidden_size": 5, "intermediate_size": 6, "num_experts": 4, "num_experts_per_token": 2, "routed_scaling_factor": 2.446}
+WIDE = {"hidden_size": 32, "intermediate_size": 64}  # widths that the native kernels group by expert
 GROUPS = {"num_experts": 6, "num_expert_group": 3, "topk_group": 2, "num_experts_per_token": 3}
 
 
@@ -97,16 +99,39 @@ def test_bias_only_chooses_and_takes_no_gradient():
     assert "e_score_correction_bias" not in {parameter.name for parameter in router.trainable_params()}
 
 
-def test_an_expert_that_nobody_chose_has_no_gradient():
-    layer = SparseMoe(MoeConfig(**SIZES, initializer_range=0.5))
+@pytest.mark.parametrize("widths", [{}, WIDE], ids=["narrow", "wide"])
+def test_an_expert_that_nobody_chose_has_no_gradient(widths):
+    layer = SparseMoe(MoeConfig(**(SIZES | widths), initializer_range=0.5))
     layer.gate.e_score_correction_bias.set_data(Tensor(np.array([9.0, -9.0, 9.0, -9.0], np.float32)))
-    x = Tensor(np.random.default_rng(3).standard_normal((2, 4, 5)).astype(np.float32))
+    x = Tensor(np.random.default_rng(3).standard_normal((2, 4, layer.hidden_size)).astype(np.float32))
     weights = layer.trainable_params()
     gradients = ms.grad(lambda x: layer(x).sum(), None, weights)(x)
     named = {weight.name: gradient.asnumpy() for weight, gradient in zip(weights, gradients, strict=True)}
     for name, gradient in named.items():
         idle = name.startswith(("experts.1.", "experts.3."))
         assert np.all(gradient == 0) if idle else np.any(gradient != 0), name
+
+
+@pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE], ids=["pynative", "graph"])
+def test_experts_that_compute_their_tokens_only_give_what_all_tokens_give(mode):
+    if "native" not in backends.available():
+        pytest.skip("native is not available")
+    ms.set_context(mode=mode)
+    config = MoeConfig(**(SIZES | WIDE | {"num_experts": 7, "num_experts_per_token": 3}), initializer_range=0.2)
+    x = np.random.default_rng(4).standard_normal((1, 333, 32)).astype(np.float32)
+    cotangent = np.random.default_rng(5).standard_normal(x.shape)
+    results = []
+    layer = SparseMoe(config)
+    values = {parameter.name: parameter.asnumpy().astype(np.float64) for parameter in layer.get_parameters()}
+    weights = layer.trainable_params()
+    for backend in ("native", "composite"):
+        with backends.use(backend):
+            weighted = Weighted(layer, cotangent)
+            of_x, of_weights = ms.grad(weighted, 0, weights)(Tensor(x))
+            results.append([layer(Tensor(x)), of_x, *of_weights])
+    assert relative(results[0][0].asnumpy(), reference(x.astype(np.float64), values, np.zeros(7), config)) < 1e-6
+    for name, got, want in zip(["out", "x", *(weight.name for weight in weights)], *results, strict=True):
+        assert relative(got.asnumpy(), want.asnumpy()) < 1e-5, name
 
 
 @pytest.mark.parametrize(

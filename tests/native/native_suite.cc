@@ -19,7 +19,9 @@
 typedef int Entry(int, void**, int*, int64_t**, const char**, void*, void*);
 extern "C" {
 Entry kcp_forward, kcp_backward, kcp_summary, kcp_backward_summary, kcp_fwd_prepare, kcp_pre_process_fwd, kcp_fwd_h,
-    kcp_fwd_finalize, kcp_bwd_prepare, kcp_pre_process_bwd, kcp_bwd_dhu, kcp_bwd_finalize;
+    kcp_fwd_finalize, kcp_bwd_prepare, kcp_pre_process_bwd, kcp_bwd_dhu, kcp_bwd_finalize, kcp_norm, kcp_norm_backward,
+    kcp_glu, kcp_glu_backward, kcp_conv, kcp_conv_backward, kcp_softmax, kcp_softmax_backward, kcp_grouped,
+    kcp_grouped_backward;
 const char* kcp_isa();
 }
 
@@ -204,6 +206,66 @@ static bool same(const std::vector<Array>& a, const std::vector<Array>& b) {
   return true;
 }
 
+// ---- the layers around the attention (entry_layers.cc): outputs and gradients of all of them
+static Array layer_options(int64_t present, int64_t begin, double epsilon) {
+  Array a({14}, "int64");
+  int64_t* n = (int64_t*)a.bytes.data();
+  n[6] = present, n[7] = begin;
+  memcpy(n + 11, &epsilon, 8);
+  return a;
+}
+static Array integers(std::vector<int64_t> shape, std::function<int32_t(int)> value) {
+  Array a(shape, "int32");
+  for (size_t i = 0; i < a.count(); i++) ((int32_t*)a.bytes.data())[i] = value((int)i);
+  return a;
+}
+static std::vector<Array> layers(int64_t width, int64_t tokens) {
+  seed = 7;
+  std::vector<Array> out;
+  const auto run = [&](Entry* entry, std::vector<Array*> inputs, std::vector<std::vector<int64_t>> shapes) {
+    const size_t first = out.size();
+    for (const auto& shape : shapes) out.push_back(Array(shape));
+    for (size_t i = first; i < out.size(); i++) inputs.push_back(&out[i]);
+    expect(call(entry, inputs) == 0, "a layer is served");
+  };
+  out.reserve(64);
+  Array one({1}), no_boundary = integers({1}, [](int) { return 0; });
+  Array x = random_array({2, tokens, width}, "float32"), y = random_array({2, tokens, width}, "float32", 4),
+        d = random_array({2, tokens, width}, "float32"), weight = random_array({width}, "float32");
+  const std::vector<int64_t> shape = x.shape;
+  for (int gated = 0; gated < 2; gated++) {
+    Array options = layer_options(gated, 0, 1e-5);
+    Array* gate = gated ? &y : &one;
+    run(kcp_norm, {&options, &x, &weight, gate}, {shape});
+    run(kcp_norm_backward, {&options, &x, &weight, gate, &d}, {shape, {width}, gate->shape});
+  }
+  Array plain = layer_options(0, 0, 0);
+  run(kcp_glu, {&plain, &y, &x}, {shape});
+  run(kcp_glu_backward, {&plain, &y, &x, &d}, {shape, shape});
+  for (int packed = 0; packed < 2; packed++) {
+    Array options = layer_options(2 + 4 * packed, 0, 0), taps = random_array({width, 1, 4}, "float32"),
+          halo = random_array({2, 3, width}, "float32");
+    Array into = packed ? integers({1, tokens, 1}, [](int t) { return t % 7; }) : no_boundary;
+    run(kcp_conv, {&options, &x, &halo, &taps, &weight, &into}, {shape});
+    run(kcp_conv_backward, {&options, &x, &halo, &taps, &weight, &into, &d}, {shape, halo.shape, taps.shape, {width}});
+    Array rows = layer_options(4 * packed, 3, 0), scores = random_array({2, 3, tokens, tokens + 5}, "float32", 9);
+    run(kcp_softmax, {&rows, &scores, &into}, {scores.shape});
+    Array probabilities = out.back();
+    run(kcp_softmax_backward, {&rows, &probabilities, &scores, &into}, {scores.shape});
+  }
+  const int64_t total = 112, in = 64, wide = 96;  // experts with 48, 0 and 32 rows, and 32 rows of nobody
+  Array ends = integers({3}, [](int e) { return e < 2 ? 48 : 80; }), rows = random_array({total, in}, "float32"),
+        grad = random_array({total, wide}, "float32"), w0 = random_array({wide, in}, "float32"),
+        w1 = random_array({wide, in}, "float32"), w2 = random_array({wide, in}, "float32");
+  run(kcp_grouped, {&plain, &rows, &ends, &w0, &w1, &w2}, {{total, wide}});
+  run(kcp_grouped_backward, {&plain, &rows, &ends, &grad, &w0, &w1, &w2}, {rows.shape, w0.shape, w1.shape, w2.shape});
+  for (size_t i = 0; i < w1.count(); i++) expect(out[out.size() - 2].f()[i] == 0, "no gradient without rows");
+  Array wrong = integers({3}, [](int e) { return 8 * e; }), to({total, wide});
+  expect(call(kcp_grouped, {&plain, &rows, &wrong, &w0, &w1, &w2, &to}) != 0, "rows that are no multiple of 16");
+  for (const Array& a : out) expect(finite(a), "finite layers");
+  return out;
+}
+
 int main() {
   const Shape shapes[] = {
       {1, 70, 2, 2, 32, 32, 64, 1, {}, "float32"},
@@ -223,6 +285,14 @@ int main() {
     for (const char* threads : {"2", "4"}) {
       setenv("KCP_NUM_THREADS", threads, 1);
       expect(same(one, fused(s, true, s.dtype == "float32")), std::string("bits with threads: ") + threads);
+    }
+  }
+  for (int64_t width : {5, 300}) {
+    setenv("KCP_NUM_THREADS", "1", 1);
+    const std::vector<Array> one = layers(width, 70);
+    for (const char* threads : {"2", "4"}) {
+      setenv("KCP_NUM_THREADS", threads, 1);
+      expect(same(one, layers(width, 70)), std::string("bits of layers with threads: ") + threads);
     }
   }
   const std::vector<Array> want = fused(shapes[0], true, false);

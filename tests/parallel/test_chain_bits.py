@@ -23,10 +23,12 @@ class _OneContribution(CoreProblem):
         ((48, 40), None),
         ((16, 32, 0, 48, 7), None),
         ((16,) * 7 + (5,), None),
+        ((16,) * 15 + (5,), None),
+        pytest.param((16, 32, 0, 16) * 16, None, marks=pytest.mark.ci),
         ((16, 32, 40), ((0, 88), (0, 16, 88), (0, 48, 48, 88))),
         ((21, 16, 11), ((0, 5, 48), (0, 21, 48))),
     ],
-    ids=["W2", "W5-empty-slice", "W8", "packed-W3", "packed-off-the-borders"],
+    ids=["W2", "W5-empty-slice", "W8", "W16", "W64", "packed-W3", "packed-off-the-borders"],
 )
 @pytest.mark.parametrize(("backend", "chunk"), [pytest.param("composite", 16, marks=pytest.mark.ci), ("native", 16), ("native", 64)])
 def test_same_bits_as_one_device(lengths, cu_seqlens, backend, chunk):

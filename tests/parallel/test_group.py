@@ -72,6 +72,11 @@ def _call(core, tokens=8, heads=2, width=4, v_width=4, **changes):
         ("state_scan", _group(), {"v_width": 8}, ["V=8", "allowed: 4"]),
         ("state_scan", _group(0, 2, (5, 3)), {}, ["query has 8 tokens", "allowed: 5", "rank 0"]),
         ("ulysses", _group(0, 2, (16, 16)), {"tokens": 32}, ["query has 32 tokens", "allowed: 16"]),
+        *(  # a tensor-parallel shard of two heads that was handed the parameters of all four
+            (strategy, _group(), {name: Tensor(np.ones(shape, np.float32))}, [name, str(shape), allowed])
+            for strategy in ("state_scan", "ulysses", "ptp_chain", "ptp_tree")
+            for name, shape, allowed in (("a_log", (4,), "Hv=2"), ("dt_bias", (4, 4), "Hv=2"), ("dt_bias", (16,), "Hv*K=8"))
+        ),
     ],
 )
 def test_wrong_inputs_of_a_sliced_core(strategy, group, arguments, words):

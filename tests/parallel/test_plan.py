@@ -25,7 +25,7 @@ def test_work_by_hand():
     assert scan_work(3) == scan_work(64) == pytest.approx(1.17 + 1 + 0.85 + 2)
     assert scan_work(4, keep_transitions=False) == pytest.approx(1.17 + 1 + 0.85 + 1.17 + 2)
     assert scan_work(2, keep_transitions=False) == scan_work(2)
-    assert scan_work(2, packed=True) == pytest.approx(0.7 + 1.17 + 1 + 0.85 + 2)
+    assert scan_work(2, packed=True) == scan_work(3, packed=True) == pytest.approx(1.17 + 1 + 0.85 + 2)
     assert scan_work(1) == chain_work(1, 4) == 3
     assert chain_work(3, 4) == pytest.approx(3 * 6 / 4)
 
@@ -34,6 +34,8 @@ def test_bounds_of_the_design():
     assert _speedup("state_scan", _sizes(2)) == pytest.approx(3 * 2 / 4.55, rel=0.01)
     assert _speedup("ptp_chain", _sizes(2)) == pytest.approx(16 / 9)
     assert _speedup("ptp_chain", _sizes(8, 32, ptp_head_groups=32)) == pytest.approx(8 * 32 / 39)
+    assert _speedup("ptp_chain", _sizes(8, 32)) == pytest.approx(8 * 32 / 39)  # 56 groups would do, there are 32 heads
+    assert _speedup("ptp_chain", _sizes(2, 32)) == pytest.approx(16 / 9)
     assert _speedup("ulysses", _sizes(4)) == pytest.approx(4)
 
 

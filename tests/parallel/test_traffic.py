@@ -26,7 +26,7 @@ def _counts(strategy, ranks, tokens=18, point_to_point=True, **options):
 
 
 @pytest.mark.parametrize("tokens", [6, 24])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 16])
 def test_state_scan(ranks, tokens):
     for traffic in _counts("state_scan", ranks, tokens):
         assert traffic.logical("state") == (ranks - 1) * SUMMARIES + (ranks - 1) * STATES
@@ -48,8 +48,8 @@ def test_parameters_are_counted_where_kcp_sums_them():
 
 
 @pytest.mark.parametrize("tokens", [6, 24])
-def test_chain_passes_one_state_a_hop(tokens):
-    ranks = 3
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_chain_passes_one_state_a_hop(ranks, tokens):
     for rank, traffic in enumerate(_counts("ptp_chain", ranks, tokens)):
         received = (rank > 0) + (rank < ranks - 1)  # a state from before, a gradient from after
         assert traffic.logical("state") == received * STATES
@@ -62,20 +62,21 @@ def test_rounds_move_more_than_their_payload():
         assert traffic.physical("state") == 2 * (groups * B + ranks - 2) * (ranks - 1) * STATES // (groups * B)
 
 
-def test_tree_doubles_its_distance():
-    """W = 5: at distance d the rank receives a state if the source reaches back to the end, a summary otherwise."""
-    ranks = 5
-    for rank, traffic in enumerate(_counts("ptp_tree", ranks)):
+@pytest.mark.parametrize("tokens", [6, 24])
+@pytest.mark.parametrize("ranks", [5, 16])
+def test_tree_doubles_its_distance(ranks, tokens):
+    """At distance d the rank receives a state if the source reaches back to the end, a summary otherwise."""
+    for rank, traffic in enumerate(_counts("ptp_tree", ranks, tokens)):
         expected = 0
         for position in (rank, ranks - 1 - rank):
-            sources = [(position - d, d) for d in (1, 2, 4) if position - d >= 0]
+            sources = [(position - d, d) for d in (1, 2, 4, 8) if position - d >= 0]
             expected += sum(STATES if source < d else SUMMARIES for source, d in sources)
         assert traffic.logical("state") == expected
 
 
 @pytest.mark.parametrize("tokens", [6, 24])
-def test_ulysses_grows_with_the_slice(tokens):
-    ranks = 2
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ulysses_grows_with_the_slice(ranks, tokens):
     moved = B * tokens * (ranks - 1) * 4 // ranks
     inputs, outputs = moved * (2 * HK * K + HV * (V + K + 1)), moved * HV * V
     for traffic in _counts("ulysses", ranks, tokens):
@@ -85,25 +86,52 @@ def test_ulysses_grows_with_the_slice(tokens):
         assert traffic.logical("dh0") == (ranks - 1) * STATES // ranks
 
 
-def test_hybrid_exchanges_heads_inside_and_states_of_its_heads_across():
-    ranks, degree, tokens = 4, 2, 6
+@pytest.mark.parametrize("tokens", [6, 24])
+@pytest.mark.parametrize(("ranks", "degree"), [(4, 2), (8, 4), (8, 2)])
+def test_hybrid_exchanges_heads_inside_and_states_of_its_heads_across(ranks, degree, tokens):
     moved = B * tokens * (degree - 1) * 4 // degree
     for traffic in _counts("hybrid", ranks, tokens, hybrid_ulysses_degree=degree):
         assert traffic.logical("heads") == 2 * moved * (2 * HK * K + HV * (V + K + 1) + HV * V)
         assert traffic.logical("state") == (ranks // degree - 1) * (SUMMARIES + STATES) // degree
 
 
-def test_halo_moves_every_tail():
-    halo, width = 3, 5
+@pytest.mark.parametrize("tokens", [1, 4, 24])
+def test_halo_moves_every_tail(tokens):
+    """(W - 1) B (kernel - 1) (2 Hk K + Hv V) 4 each way, for q, k and v together, whatever the slice holds."""
+    halo, ranks, width = 3, 3, 2 * HK * K + HV * V
 
     def body(group):
-        cell, x = Halo(group, halo), Tensor(np.ones((B, 4, width), np.float32))
+        cell, x = Halo(group, halo), Tensor(np.ones((B, tokens, width), np.float32))
         out = cell.construct(x)
         forward = group.traffic.logical("halo")
         cell.bprop(x, out, out)
         return forward, group.traffic.logical("halo")
 
-    assert lockstep.run(3, body) == [(2 * B * halo * width * 4, 4 * B * halo * width * 4)] * 3
+    one_way = (ranks - 1) * B * halo * width * 4
+    assert lockstep.run(ranks, body) == [(one_way, 2 * one_way)] * ranks
+
+
+@pytest.mark.parametrize("strategy", ["state_scan", "ptp_chain", "ptp_tree", "hybrid"])
+def test_packed_documents_change_states_alone(strategy):
+    """Summaries are a row's, whatever the documents in it; final and initial states are a document's."""
+    rows = (0, 7, 7, 30, 36)
+    for cu, count in ((None, 1), (rows, len(rows) - 1)):
+        problem = CoreProblem(
+            lengths=(12, 12, 12), strategy=strategy, batch=1, num_heads=HK, num_v_heads=HV, head_dim=K, v_head_dim=V, cu_seqlens=cu,
+        )  # fmt: skip
+
+        def body(group, problem=problem):
+            run_explicit(problem, group)
+            return group.traffic
+
+        counted = lockstep.run(3, body, problem.lengths)
+        states = count * HV * K * V * 4
+        assert {t.logical("final_state") for t in counted} == {2 * states}
+        assert {t.logical("dh0") for t in counted} == {states}
+        moved = [t.logical("state") for t in counted]
+        if cu is None:
+            dense = moved
+    assert moved == dense  # no document ends at a border, where the chain would have nothing to send
 
 
 def test_a_gathered_sequence_counts_tokens():

@@ -252,7 +252,10 @@ class KimiLinearForCausalLM(PreTrainedModel):
         return ("A_log", "dt_bias")
 
     def _logits_of_slice(self, token_ids_BL, cu_seqlens):
-        hidden_ND = self.model(token_ids_BL, cu_seqlens).reshape((-1, self.hidden_size))
+        return self.logits_of(self.model(token_ids_BL, cu_seqlens).reshape((-1, self.hidden_size)))
+
+    def logits_of(self, hidden_ND):
+        """Logits ``[N, V]`` float32 of the decoder's outputs ``[N, D]``."""
         if self.tied:
             table = self.model.embed_tokens.weight
             return self.project(hidden_ND, table.astype(hidden_ND.dtype)).astype(ms.float32)

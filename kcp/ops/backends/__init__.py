@@ -2,7 +2,10 @@
 
 A backend is a module with ``unavailable(stage) -> str | None`` and one function a stage (``fwd_prepare`` ...), plus ``op_forward`` and
 ``op_backward`` for the differentiable op (stage name ``"chunk_kda"``). Picked per call: ``KCP_BACKEND`` or :func:`use` if set, else the
-first of ``ascend``, ``native``, ``composite`` that serves the stage on this device.
+first of ``ascend``, ``native``, ``composite`` that serves the stage on this device. Optional: ``COMPILES = False`` where it can't become
+part of a graph, ``op_direct`` (the op with a gradient of its own, or None for a call that it leaves to ``op_forward``),
+``op_stateless_forward`` (``op_forward`` where nobody reads the final state), ``prefix`` and ``suffix`` (in place of those of
+:mod:`kcp.parallel.summary`).
 """
 
 import contextlib
@@ -43,9 +46,13 @@ def _load(name: str) -> ModuleType | str:
         return f"not installed ({error})"
 
 
-def _reason(name: str, stage: str) -> str | None:
+def _reason(name: str, stage: str, compiled: bool = False) -> str | None:
     module = _load(name)
-    return module if isinstance(module, str) else module.unavailable(stage)
+    if isinstance(module, str):
+        return module
+    if compiled and not getattr(module, "COMPILES", True):
+        return "it serves PyNative, and this call is part of a graph"
+    return module.unavailable(stage)
 
 
 def forced() -> str | None:
@@ -68,16 +75,24 @@ def use(name: str) -> Iterator[None]:
         _forced.pop()
 
 
-def select(stage: str) -> ModuleType:
+def select(stage: str, compiled: bool = False, after: str | None = None) -> ModuleType:
     """The backend that serves ``stage`` here and now.
+
+    Args:
+        compiled: the call becomes part of a graph.
+        after: only backends that come after this one in the order of choice (which one was asked for does not count then).
 
     Raises:
         RuntimeError: the backend that was asked for can't serve it, or none can; says why.
     """
     wanted = forced()
+    if after is not None:
+        names = NAMES[NAMES.index(after) + 1 :]
+    else:
+        names = NAMES if wanted is None else (wanted,)
     reasons = []
-    for name in NAMES if wanted is None else (wanted,):
-        reason = _reason(name, stage)
+    for name in names:
+        reason = _reason(name, stage, compiled)
         if reason is None:
             return _load(name)
         reasons.append(f"{name}: {reason}")

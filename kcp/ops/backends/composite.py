@@ -43,7 +43,8 @@ def _plan(cu_option, cu, num_tokens, chunk_size):
     return _host_plan(tuple(cu.asnumpy().tolist()), chunk_size)
 
 
-def _stage_plan(opts, cu, num_tokens):
+def stage_plan(opts, cu, num_tokens):
+    """Chunk plan of a call and its run-time index: ``(plan, index)``."""
     plan = _plan(opts.cu_seqlens, cu, num_tokens, opts.chunk_size)
     return plan, plan.index(cu)
 
@@ -82,7 +83,7 @@ def _tokens(opts, q, k, v, g, beta, a_log, dt_bias, cu):
     """Inputs as head-major float32 with absent gate parameters None, and the chunk plan: ``(plan, index, inputs)``."""
     q, k, v = _head_major(opts, q), _head_major(opts, k), _head_major(opts, v)
     a_log, dt_bias = _gate_parameters(opts, a_log, dt_bias)
-    plan, index = _stage_plan(opts, cu, q.shape[2])
+    plan, index = stage_plan(opts, cu, q.shape[2])
     return plan, index, (q, k, v, _head_major(opts, g), _head_major(opts, beta), a_log, dt_bias)
 
 
@@ -123,21 +124,21 @@ def forward_open(opts, q, k, v, g, beta, a_log, dt_bias, cu):
 
 def forward_summary(opts, q, k, v, g, beta, a_log, dt_bias, cu, opened):
     """Summaries ``[N, Hv, K, V + K]`` = ``[E | M]`` of the local sequences."""
-    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    plan, index = stage_plan(opts, cu, _token_count(opts, q))
     decay, _, _, w, u, _, kg = opened[:7]
     return chunks.forward_summary(plan, index, _num_sequences(opts, w.shape[0], cu), kg, w, u, decay)
 
 
 def forward_end(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, opened):
     """Outgoing states ``[N, Hv, K, V]`` (K-first) of the local sequences for known incoming ones (K-first): E alone from zero."""
-    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    plan, index = stage_plan(opts, cu, _token_count(opts, q))
     decay, _, _, w, u, _, kg = opened[:7]
     return chunks.forward_scan(plan, index, kg, w, u, decay, initial_state)[2]
 
 
 def forward_close(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, opened):
     """The rest of the forward from its initial states; results as :func:`op_forward`."""
-    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    plan, index = stage_plan(opts, cu, _token_count(opts, q))
     if opts.has_initial_state:
         h0 = transpose_state(initial_state, opts.state_v_first)
     else:
@@ -167,14 +168,14 @@ def backward_open(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, sav
 
 def backward_summary(opts, q, cu, saved, opened):
     """Backward summaries ``[N, Hv, K, V + K]`` = ``[dE | dM]`` of the local sequences."""
-    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    plan, index = stage_plan(opts, cu, _token_count(opts, q))
     decay, _, _, w, qg_scaled, kg = saved[:6]
     return chunks.backward_summary(plan, index, _num_sequences(opts, w.shape[0], cu), qg_scaled, kg, w, opened[0], opened[2], decay)
 
 
 def backward_end(opts, q, cu, saved, opened, d_final):
     """Gradients ``[N, Hv, K, V]`` (K-first) that leave towards earlier tokens for known final-state gradients: dE alone from zero."""
-    plan, index = _stage_plan(opts, cu, _token_count(opts, q))
+    plan, index = stage_plan(opts, cu, _token_count(opts, q))
     decay, _, _, w, qg_scaled, kg = saved[:6]
     return chunks.backward_scan(plan, index, qg_scaled, kg, w, opened[0], opened[2], decay, d_final)[1]
 
@@ -208,7 +209,7 @@ def fwd_prepare(opts, q, k, v, g, beta, a_log, dt_bias, cu):
     q, k, v = _head_major(opts, q), _head_major(opts, k), _head_major(opts, v)
     g, beta = _head_major(opts, g), _head_major(opts, beta)
     a_log, dt_bias = _gate_parameters(opts, a_log, dt_bias)
-    plan, index = _stage_plan(opts, cu, q.shape[2])
+    plan, index = stage_plan(opts, cu, q.shape[2])
     (gk, aqk, akk, w, u, qg, kg), (q_hat, k_hat, q_rstd, k_rstd, beta) = chunks.prepare(opts, plan, index, q, k, v, g, beta, a_log, dt_bias)
     gk = plan.merge(gk, index)
     aqk, akk, w, u = plan.merge(aqk, index), plan.merge(akk, index), plan.merge(w, index), plan.merge(u, index)
@@ -222,7 +223,7 @@ def fwd_prepare(opts, q, k, v, g, beta, a_log, dt_bias, cu):
 
 def pre_process_fwd(opts, k, w, u, gk, cu):
     """``[N, Hv, K, V + K]``, the affine summaries ``[E | M]`` of the local sequences."""
-    plan, index = _stage_plan(opts, cu, k.shape[2])
+    plan, index = stage_plan(opts, cu, k.shape[2])
     decay = chunks.last_decay(opts, plan.split(gk, index, True))
     k, w, u = plan.split(k, index), plan.split(w, index), plan.split(u, index)
     return chunks.forward_summary(plan, index, _num_sequences(opts, k.shape[0], cu), k, w, u, decay)
@@ -230,7 +231,7 @@ def pre_process_fwd(opts, k, w, u, gk, cu):
 
 def fwd_h(opts, k, w, u, gk, initial_state, cu):
     """``(h, v_new, final_state)`` of ``chunk_kda_fwd_h``."""
-    plan, index = _stage_plan(opts, cu, k.shape[2])
+    plan, index = stage_plan(opts, cu, k.shape[2])
     decay = chunks.last_decay(opts, plan.split(gk, index, True))
     k, w, u = plan.split(k, index), plan.split(w, index), plan.split(u, index)
     if opts.has_initial_state:
@@ -245,7 +246,7 @@ def fwd_h(opts, k, w, u, gk, initial_state, cu):
 
 def fwd_finalize(opts, qg_scaled, aqk, v_new, h, cu):
     """Attention output in ``opts.layout``, float32."""
-    plan, index = _stage_plan(opts, cu, aqk.shape[2])
+    plan, index = stage_plan(opts, cu, aqk.shape[2])
     qg_scaled, aqk, v_new = plan.split(qg_scaled, index), plan.split(aqk, index), plan.split(v_new, index)
     out = chunks.output(qg_scaled, aqk, v_new, _chunk_states(opts, h))
     return from_head_major(plan.merge(out, index), opts.layout)
@@ -253,7 +254,7 @@ def fwd_finalize(opts, qg_scaled, aqk, v_new, h, cu):
 
 def bwd_prepare(opts, aqk, v_new, d_o, h, cu):
     """``(dAqk, dv_local, dq_raw)`` of ``chunk_kda_bwd_prepare``."""
-    plan, index = _stage_plan(opts, cu, aqk.shape[2])
+    plan, index = stage_plan(opts, cu, aqk.shape[2])
     d_o = plan.split(_head_major(opts, d_o), index)
     d_aqk, dv, dq = chunks.backward_local(opts, plan.split(aqk, index), plan.split(v_new, index), d_o, _chunk_states(opts, h))
     return plan.merge(d_aqk, index), plan.merge(dv, index), plan.merge(dq, index)
@@ -267,14 +268,14 @@ def _backward_scan_inputs(opts, plan, index, q, k, w, d_o, dv, gk):
 
 def pre_process_bwd(opts, q, k, w, d_o, dv, gk, cu):
     """``[N, Hv, K, V + K]``, the backward affine summaries ``[dE | dM]`` of the local sequences."""
-    plan, index = _stage_plan(opts, cu, k.shape[2])
+    plan, index = stage_plan(opts, cu, k.shape[2])
     q, k, w, d_o, dv, decay = _backward_scan_inputs(opts, plan, index, q, k, w, d_o, dv, gk)
     return chunks.backward_summary(plan, index, _num_sequences(opts, k.shape[0], cu), q, k, w, d_o, dv, decay)
 
 
 def bwd_dhu(opts, q, k, w, d_o, dv, gk, dht, cu):
     """``(dh, dh0, dv_scan)`` of ``chunk_kda_bwd_dhu``; ``opts.has_initial_state`` says whether dht is given."""
-    plan, index = _stage_plan(opts, cu, k.shape[2])
+    plan, index = stage_plan(opts, cu, k.shape[2])
     q, k, w, d_o, dv, decay = _backward_scan_inputs(opts, plan, index, q, k, w, d_o, dv, gk)
     if opts.has_initial_state:
         boundary = transpose_state(dht, opts.state_v_first)
@@ -285,10 +286,13 @@ def bwd_dhu(opts, q, k, w, d_o, dv, gk, dht, cu):
     return ops.swapaxes(dh, 1, 2), transpose_state(dh0, opts.state_v_first), plan.merge(dv, index)
 
 
-def bwd_finalize(opts, q, k, v, raw_g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_scan, d_aqk, dq_raw, q_rstd, k_rstd, cu):
-    """``(dq, dk, dv, dbeta, dg, dA_log, ddt_bias)`` of ``chunk_kda_bwd_finalize``, token gradients in ``opts.layout``, float32."""
+def bwd_finalize(opts, q, k, v, gk, raw_g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_scan, d_aqk, dq_raw, q_rstd, k_rstd, cu):
+    """``(dq, dk, dv, dbeta, dg, dA_log, ddt_bias)`` of ``chunk_kda_bwd_finalize``, token gradients in ``opts.layout``, float32.
+
+    Decays are computed again from raw_g, more exactly than gk would give them.
+    """
     used_a_log, used_dt_bias = _gate_parameters(opts, a_log, dt_bias)
-    plan, index = _stage_plan(opts, cu, k.shape[2])
+    plan, index = stage_plan(opts, cu, k.shape[2])
     rstds = (q_rstd, k_rstd) if opts.use_qk_l2norm_in_kernel else (None, None)
     dq, dk, dv, dbeta, dg, da_log, ddt_bias = chunks.backward_inputs(
         opts, plan, index, _float32(q), _float32(k), _float32(v), _float32(raw_g), _float32(beta), used_a_log, used_dt_bias,

@@ -16,7 +16,7 @@ HAS_A_LOG, HAS_DT_BIAS, HAS_INITIAL_STATE, HAS_CU_SEQLENS = 1, 2, 4, 8
 WANT_FINAL_STATE, HAS_CACHE, HAS_D_FINAL_STATE, WANT_M, OUT_TOKEN_MAJOR = 16, 32, 64, 128, 256
 
 
-def _bits(x: float) -> int:
+def bits(x: float) -> int:
     return struct.unpack("<q", struct.pack("<d", float(x)))[0]
 
 
@@ -32,7 +32,7 @@ def pack_options(opts, present: int, heads: tuple[int, int] = (0, 0), layout: st
     gate = 0 if not opts.use_gate_in_kernel else 1 if opts.safe_gate else 2
     numbers = [
         (layout or opts.layout) in ("BNSD", "NTD"), gate, opts.use_qk_l2norm_in_kernel, opts.use_beta_sigmoid_in_kernel,
-        opts.allow_neg_eigval, opts.state_v_first, present, *heads, _bits(opts.scale), _bits(opts.lower_bound), _bits(opts.epsilon),
+        opts.allow_neg_eigval, opts.state_v_first, present, *heads, bits(opts.scale), bits(opts.lower_bound), bits(opts.epsilon),
         opts.chunk_size, opts.use_exp2,
     ]  # fmt: skip
     return Tensor(np.array(numbers, np.int64))

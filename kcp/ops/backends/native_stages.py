@@ -184,8 +184,11 @@ def bwd_dhu(opts, q, k, w, d_o, dv, gk, dht, cu):
     return _trim(opts, dh, cu), dh0, dv_scan
 
 
-def bwd_finalize(opts, q, k, v, raw_g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_scan, d_aqk, dq_raw, q_rstd, k_rstd, cu):
-    """``(dq, dk, dv, dbeta, dg, dA_log, ddt_bias)`` of ``chunk_kda_bwd_finalize``, token gradients in ``opts.layout``, float32."""
+def bwd_finalize(opts, q, k, v, gk, raw_g, beta, a_log, dt_bias, akk, v_new, h, dh, dv_scan, d_aqk, dq_raw, q_rstd, k_rstd, cu):
+    """``(dq, dk, dv, dbeta, dg, dA_log, ddt_bias)`` of ``chunk_kda_bwd_finalize``, token gradients in ``opts.layout``, float32.
+
+    Decays are computed again from raw_g; gk is not read.
+    """
     op, options, boundaries, nothing = _stage("bwd_finalize", opts)
     cu = cu if boundaries is None else boundaries
     return op(options, q, k, v, raw_g, beta, a_log, dt_bias, nothing, cu, akk, v_new, h, dh, dv_scan, d_aqk, dq_raw, q_rstd, k_rstd)

@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include "backward_head.h"
+#include "layers.h"
 #include "stages.h"
 
 #define KCP_STRING(x) #x
@@ -76,6 +77,9 @@ static void reduce_group(const Problem& p, const View& from, const View& to, lon
 extern const Kernels table;
 const Kernels table = {KCP_NAME(KCP_ISA),  sizeof(Scratch),    run_forward,     run_summary, run_backward,
                        run_state_gradient, run_backward_chunk, run_prepare,     run_scan,    run_out,
-                       run_grad_out,       run_grad_scan,      run_grad_inputs, reduce_group};
+                       run_grad_out,       run_grad_scan,      run_grad_inputs, reduce_group,
+                       norm_rows,          norm_rows_backward, glu,             glu_backward, conv,
+                       conv_backward,      softmax_rows,       softmax_rows_backward, grouped_forward,
+                       grouped_input_gradient, grouped_weight_gradient};
 
 }  // namespace KCP_ISA

@@ -1,5 +1,6 @@
 // The kernels of one instruction set, as a table. Defined once per instruction set by kernels.cc.
 #pragma once
+#include "layer_calls.h"
 #include "problem.h"
 #include "stage_tensors.h"
 
@@ -22,6 +23,18 @@ struct Kernels {
   void (*grad_inputs)(const Problem&, const StageTensors&, long n, long head, long chunk, void* scratch);
   // sum of the q or k gradients of a group of value heads, for `tokens` tokens from t on
   void (*reduce_group)(const Problem&, const View& from, const View& to, long b, long t, long tokens, long key_head);
+  // the layers around the attention: rows, elements, tokens of a batch row and columns, or columns [first, last)
+  void (*norm)(const NormCall&, long first, long last);
+  void (*norm_backward)(const NormCall&, long first, long last, float* d_weight);
+  void (*glu)(const GluCall&, long first, long last);
+  void (*glu_backward)(const GluCall&, long first, long last);
+  void (*conv)(const ConvCall&, long b, long first, long last, long d0, long d1);
+  void (*conv_backward)(const ConvCall&, long b, long first, long last, long d0, long d1, float* part);
+  void (*softmax)(const SoftmaxCall&, long first, long last);
+  void (*softmax_backward)(const SoftmaxCall&, long first, long last);
+  void (*grouped_forward)(const GroupedCall&, long first, long last, float* panel);
+  void (*grouped_input_gradient)(const GroupedCall&, long first, long last);
+  void (*grouped_weight_gradient)(const GroupedCall&, long first, long last);
 };
 
 namespace kcp_baseline {

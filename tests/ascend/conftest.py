@@ -1,0 +1,25 @@
+"""Tests of the Ascend backend on the CPU, through the emulation of Hyper-Parallel's functions."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+for folder in ("ops", "parallel"):  # their problems serve here too
+    sys.path.append(str(Path(__file__).resolve().parents[1] / folder))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _device(cpu_device):
+    return cpu_device
+
+
+@pytest.fixture
+def emulated():
+    """Hyper-Parallel as if it were installed, complete and of the document's version."""
+    import emulator
+
+    with emulator.installed():
+        yield emulator
