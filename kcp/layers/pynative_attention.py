@@ -174,5 +174,9 @@ class _WithState(nn.Cell):
         super().__init__()
         self.core = core
 
-    def construct(self, query, key, value, gate, beta, a_log=None, dt_bias=None, cu_seqlens=None, output_final_state=False):
+    def construct(
+        self, query, key, value, gate, beta, a_log=None, dt_bias=None, initial_state=None, cu_seqlens=None, output_final_state=False
+    ):
+        if initial_state is not None or output_final_state:
+            raise ValueError("initial_state or output_final_state is given; allowed under Hyper-Parallel's ContextParallel: neither")
         return self.core(query, key, value, gate, beta, a_log, dt_bias, cu_seqlens), None
