@@ -42,15 +42,25 @@ summaries (default)
   hardly shrink anything, which is the hardest case.
 core
   ShortConv's halo and KdaCore, forward and backward, as W ranks in lockstep (W
-  up to 64), against the same on one rank, in float32. Not a whole layer: that
-  would need automatic differentiation of several ranks in one process, which
-  MindSpore does not have. What is left out (projections, the convolution's taps,
-  norms) acts on each token and its halo alone.
+  up to 64), against the same on one rank, in float32.
+layer
+  A whole KDA layer (projections, convolution with its halo, gates, core, gated
+  norm, output projection), forward and backward, as W ranks in lockstep (W up to
+  64), against the same layer on one device, in float32: every strategy, one
+  document and packed ones. Gradients of weights are summed over the ranks.
+  columns: the output, then gradients of the input, of the projections (weights
+  and bias), of the convolutions (taps and biases), of A_log and dt_bias, and of
+  the gated norm. One head a rank unless --heads says otherwise, so that every
+  strategy can serve.
+
+Exit code of layer: 0 if the output is within 1e-5 and gradients within 5e-5, else 1.
 
 examples:
   kcp simulate --ranks 1024
   kcp simulate core --ranks 8 --tokens 256 --strategy ptp_chain
   kcp simulate core --ranks 16 --tokens 320 --documents 100,1,219
+  kcp simulate layer --ranks 64 --width 8
+  kcp simulate layer --ranks 4 --strategy hybrid --documents 20,1,43
 """
 
 
@@ -65,16 +75,20 @@ def add_commands(commands, style: dict) -> None:
     plan.set_defaults(command=run_plan)
 
     simulate = commands.add_parser("simulate", help="errors of context parallelism, without machines", description=SIMULATE_HELP, **style)
-    simulate.add_argument("what", nargs="?", choices=("summaries", "core"), default="summaries", help="what to run (default: %(default)s)")
+    simulate.add_argument(
+        "what", nargs="?", choices=("summaries", "core", "layer"), default="summaries", help="what to run (default: %(default)s)"
+    )
     simulate.add_argument("--ranks", type=_count, default=8, metavar="W", help="ranks (default: %(default)s)")
-    simulate.add_argument("--heads", type=_count, default=2, metavar="H", help="heads (default: %(default)s)")
+    simulate.add_argument("--heads", type=_count, metavar="H", help="heads (default: 2; layer: as many as ranks)")
     simulate.add_argument("--width", type=_count, default=32, metavar="K", help="head width, K and V (default: %(default)s)")
     simulate.add_argument("--decay", type=_number, default=0.01, metavar="A", help="largest decay (default: %(default)s)")
     simulate.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
-    core = simulate.add_argument_group("core")
-    core.add_argument("--strategy", default="state_scan", metavar="NAME", help="strategy (default: %(default)s)")
+    core = simulate.add_argument_group("core and layer")
+    core.add_argument("--strategy", metavar="NAME", help="strategy (default: state_scan; layer: every one)")
     core.add_argument("--tokens", type=_count, metavar="T", help="tokens of all ranks (default: 16 a rank)")
-    core.add_argument("--documents", type=_lengths, metavar="N,N,...", help="lengths of packed documents, T in all (default: one)")
+    core.add_argument(
+        "--documents", type=_lengths, metavar="N,N,...", help="packed documents' lengths, T in all (default: one; layer: random)"
+    )
     simulate.set_defaults(command=run_simulate)
 
 
@@ -162,7 +176,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings would hide the table
     import mindspore as ms
 
-    from kcp.parallel.simulate import MOST_CORE_RANKS, MOST_RANKS, core_errors, summary_errors
+    from kcp.parallel.simulate import MOST_CORE_RANKS, MOST_RANKS
 
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
@@ -171,23 +185,62 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.ranks > most:
         return _refuse(f"--ranks is {options.ranks}; allowed for {options.what}: at most {most}")
     try:
-        if options.what == "summaries":
-            rows = summary_errors(options.ranks, options.heads, options.width, options.decay, options.seed)
-            print(f"{'ranks':>6}{'prefix':>12}{'suffix':>12}{'tree':>12}   relative L2 of the last rank's state against float64")
-            for ranks, prefix, suffix, tree in rows:
-                print(f"{ranks:>6}{prefix:>12.2e}{suffix:>12.2e}{tree:>12.2e}")
-            return 0
-        tokens = options.tokens or (sum(options.documents) if options.documents else 16 * options.ranks)
-        errors = core_errors(
-            options.strategy, options.ranks, tokens, options.heads, options.width, options.decay, options.documents, options.seed
-        )
+        return {"summaries": _simulate_summaries, "core": _simulate_core, "layer": _simulate_layer}[options.what](options)
     except ValueError as error:
         return _refuse(str(error))
-    print(f"{options.strategy} over {options.ranks} ranks, {tokens} tokens: relative L2 against one rank")
+
+
+def _simulate_summaries(options):
+    from kcp.parallel.simulate import summary_errors
+
+    rows = summary_errors(options.ranks, options.heads or 2, options.width, options.decay, options.seed)
+    print(f"{'ranks':>6}{'prefix':>12}{'suffix':>12}{'tree':>12}   relative L2 of the last rank's state against float64")
+    for ranks, prefix, suffix, tree in rows:
+        print(f"{ranks:>6}{prefix:>12.2e}{suffix:>12.2e}{tree:>12.2e}")
+    return 0
+
+
+def _tokens(options):
+    return options.tokens or (sum(options.documents) if options.documents else 16 * options.ranks)
+
+
+def _simulate_core(options):
+    from kcp.parallel.simulate import core_errors
+
+    strategy, tokens = options.strategy or "state_scan", _tokens(options)
+    errors = core_errors(strategy, options.ranks, tokens, options.heads or 2, options.width, options.decay, options.documents, options.seed)
+    print(f"{strategy} over {options.ranks} ranks, {tokens} tokens: relative L2 against one rank")
     for name, value in errors.items():
         print(f"  {name:<14}{value:.2e}")
     print(f"  worst         {max(errors.values()):.2e}")
     return 0
+
+
+def _simulate_layer(options):
+    """The table of ``kcp simulate layer``; 1 if a gate is exceeded."""
+    from kcp.parallel.simulate_layer import GATES, LAYER_STRATEGIES, LayerSimulation, random_documents
+
+    ranks, heads, tokens = options.ranks, options.heads or options.ranks, _tokens(options)
+    strategies = LAYER_STRATEGIES if options.strategy is None else (options.strategy,)
+    sizes = (ranks, tokens, heads, options.width, options.decay)
+    simulations = {"one": LayerSimulation(*sizes, None, options.seed)}
+    packed = options.documents or random_documents(tokens, ranks, options.seed)
+    simulations[f"{len(packed)} packed"] = LayerSimulation(*sizes, packed, options.seed)
+    exceeded = []
+    print(f"a KDA layer over {ranks} ranks, {tokens} tokens, {heads} heads, K = V = {options.width}: worst relative L2 against one device")
+    print(f"{'strategy':<12}{'documents':<11}" + "".join(f"{name:>12}" for name in GATES))
+    for strategy in strategies:
+        if options.strategy is None and strategy == "ulysses" and heads % ranks:
+            print(f"{strategy:<12}no: --heads is {heads}; allowed under ulysses: a multiple of the ranks, {ranks}")
+            continue
+        for documents, simulation in simulations.items():
+            errors = simulation.errors(strategy)
+            print(f"{strategy:<12}{documents:<11}" + "".join(f"{errors[name]:>12.2e}" for name in GATES), flush=True)
+            exceeded += [f"{strategy}, {documents}: {name} {errors[name]:.2e}" for name, gate in GATES.items() if not errors[name] <= gate]
+    print(f"{'':<12}{'gates':<11}" + "".join(f"{gate:>12.0e}" for gate in GATES.values()))
+    for line in exceeded:
+        print(f"kcp: above the gate: {line}", file=sys.stderr)
+    return 1 if exceeded else 0
 
 
 def _refuse(*lines: str) -> int:

@@ -1,7 +1,7 @@
 """Many ranks in one process: how exact context parallelism is, without machines (``kcp simulate``).
 
 :func:`summary_errors` follows the algebra of summaries alone, up to 1,024 ranks; :func:`core_errors` runs ShortConv's halo and KdaCore
-whole, forward and backward, as ranks in lockstep.
+whole, forward and backward, as ranks in lockstep; :mod:`kcp.parallel.simulate_layer` runs whole layers.
 """
 
 import mindspore as ms
@@ -92,6 +92,19 @@ def slice_lengths(tokens: int, ranks: int) -> tuple[int, ...]:
     return tuple(tokens // ranks + (r < tokens % ranks) for r in range(ranks))
 
 
+def boundaries_of(documents: tuple[int, ...] | None, tokens: int) -> tuple[int, ...] | None:
+    """``cu_seqlens`` of documents of these lengths; None for None.
+
+    Raises:
+        ValueError: they do not have ``tokens`` tokens in all.
+    """
+    if documents is None:
+        return None
+    if sum(documents) != tokens:
+        raise ValueError(f"documents {documents} have {sum(documents)} tokens; allowed: tokens = {tokens}")
+    return tuple(int(n) for n in np.cumsum((0, *documents)))
+
+
 def core_errors(
     strategy: str,
     ranks: int,
@@ -123,10 +136,8 @@ def core_errors(
     """
     if not 1 <= ranks <= MOST_CORE_RANKS:
         raise ValueError(f"ranks is {ranks}; allowed: 1 to {MOST_CORE_RANKS}")
-    if documents is not None and sum(documents) != tokens:
-        raise ValueError(f"documents {documents} have {sum(documents)} tokens; allowed: tokens = {tokens}")
+    cu = boundaries_of(documents, tokens)
     x = _inputs(tokens, heads, width, decay, 1 if documents is None else len(documents), seed)
-    cu = None if documents is None else tuple(int(n) for n in np.cumsum((0, *documents)))
     lengths = slice_lengths(tokens, ranks)
     results = lockstep.run(ranks, lambda group: _rank(group, x, cu, strategy, heads, width, lengths, dtype), lengths)
     expected = _one_rank(x, cu, heads, width, dtype)

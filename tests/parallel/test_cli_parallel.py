@@ -39,6 +39,9 @@ def test_plan_takes_another_machine_and_another_world(capsys):
         (["simulate", "--ranks", "1025"], "--ranks is 1025; allowed for summaries: at most 1024"),
         (["simulate", "core", "--ranks", "65"], "--ranks is 65; allowed for core: at most 64"),
         (["simulate", "core", "--ranks", "3", "--strategy", "ring"], "strategy is 'ring'"),
+        (["simulate", "layer", "--ranks", "65"], "--ranks is 65; allowed for layer: at most 64"),
+        (["simulate", "layer", "--ranks", "2", "--tokens", "1"], "tokens is 1; allowed: at least 1 a rank, 2"),
+        (["simulate", "layer", "--ranks", "3", "--heads", "2", "--strategy", "ulysses"], "num_heads is 2; allowed under ulysses"),
     ],
 )
 def test_refusals_are_one_line(capsys, arguments, line):
@@ -54,6 +57,31 @@ def test_simulate_prints_errors(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("state_scan over 2 ranks, 12 tokens")
     assert float(lines[-1].split()[1]) < 1e-5
+
+
+@pytest.mark.ci
+def test_simulate_runs_a_layer_under_every_strategy_dense_and_packed(capsys):
+    assert main(["simulate", "layer", "--ranks", "8", "--width", "4", "--tokens", "61"]) == 0
+    title, head, *rows, gates = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert title[:6] == "a KDA layer over 8 ranks,".split()
+    assert [row[0] for row in rows] == [name for name in ("ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid") for _ in "12"]
+    assert ["packed" in row for row in rows] == [False, True] * 5
+    limits = [float(limit) for limit in gates[1:]]
+    assert limits == [1e-5] + [5e-5] * 5
+    assert all(0 < float(error) <= limit for row in rows for error, limit in zip(row[-6:], limits, strict=True))
+
+
+def test_simulate_fails_where_a_gate_is_exceeded(capsys, monkeypatch):
+    from mindspore import ops
+
+    from kcp.parallel.halo import Halo
+
+    layer = ["simulate", "layer", "--ranks", "2", "--width", "4", "--tokens", "8"]
+    monkeypatch.setattr(Halo, "backward", lambda self, x, d_halo: ops.zeros_like(x))
+    assert main([*layer, "--heads", "3", "--strategy", "state_scan"]) == 1
+    above = [line.rpartition(" ")[0] for line in capsys.readouterr().err.splitlines() if line.startswith("kcp: above the gate: ")]
+    expected = [f"state_scan, {documents}: {name}" for documents in ("one", "3 packed") for name in ("input", "projections")]
+    assert above == [f"kcp: above the gate: {line}" for line in expected]
 
 
 def test_plan_needs_no_mindspore():
