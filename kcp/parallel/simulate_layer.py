@@ -26,8 +26,8 @@ HIDDEN = 64
 
 
 def random_documents(tokens: int, ranks: int, seed: int) -> tuple[int, ...]:
-    """Lengths of packed documents, ``tokens`` in all: about two ranks each, one that ends with a slice and one of a single token."""
-    border = sum(slice_lengths(tokens, ranks)[: (ranks + 1) // 2])
+    """Lengths of packed documents, ``tokens`` in all: about two ranks each, one of a single token; from 3 ranks on one ends a slice."""
+    border = sum(slice_lengths(tokens, ranks)[: (ranks - 1) // 2])
     cuts = np.random.default_rng(seed).integers(1, tokens, ranks // 2)
     return tuple(int(n) for n in np.diff(sorted({0, 1, border, tokens, *cuts.tolist()})))
 
@@ -92,12 +92,16 @@ class LayerSimulation:
     def _layer(self, strategy, group, weights):
         config = KdaAttentionConfig(
             HIDDEN, self.heads, head_dim=self.width, conv_bias=True, gate_bias=True, safe_gate=True, allow_neg_eigval=True,
-            strategy=strategy,
+            strategy=strategy, hybrid_ulysses_degree=self._hybrid_degree() if strategy == "hybrid" else None,
         )  # fmt: skip
         layer = KdaAttention(config, group)
         for parameter in layer.get_parameters() if weights else ():
             parameter.set_data(Tensor(weights[parameter.name]))
         return layer
+
+    def _hybrid_degree(self):
+        """Ranks that exchange heads: about the square root of all, so that states cross ranks as well."""
+        return max(n for n in range(1, self.ranks) if n * n <= self.ranks and self.ranks % n == 0 and self.heads % n == 0)
 
     def _one_device(self):
         layer, d_y = self._layer("none", CpGroup.single(), self.weights), Tensor(self.d_y)

@@ -61,14 +61,14 @@ def test_simulate_prints_errors(capsys):
 
 @pytest.mark.ci
 def test_simulate_runs_a_layer_under_every_strategy_dense_and_packed(capsys):
-    assert main(["simulate", "layer", "--ranks", "8", "--width", "4", "--tokens", "61"]) == 0
+    assert main(["simulate", "layer", "--ranks", "6", "--width", "4", "--tokens", "47"]) == 0
     title, head, *rows, gates = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert title[:6] == "a KDA layer over 8 ranks,".split()
+    assert title[:6] == "a KDA layer over 6 ranks,".split()
     assert [row[0] for row in rows] == [name for name in ("ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid") for _ in "12"]
     assert ["packed" in row for row in rows] == [False, True] * 5
     limits = [float(limit) for limit in gates[1:]]
     assert limits == [1e-5] + [5e-5] * 5
-    assert all(0 < float(error) <= limit for row in rows for error, limit in zip(row[-6:], limits, strict=True))
+    assert all(float(error) <= limit for row in rows for error, limit in zip(row[-6:], limits, strict=True))
 
 
 def test_simulate_fails_where_a_gate_is_exceeded(capsys, monkeypatch):
@@ -76,7 +76,7 @@ def test_simulate_fails_where_a_gate_is_exceeded(capsys, monkeypatch):
 
     from kcp.parallel.halo import Halo
 
-    layer = ["simulate", "layer", "--ranks", "2", "--width", "4", "--tokens", "8"]
+    layer = ["simulate", "layer", "--ranks", "2", "--width", "4", "--documents", "3,5,3"]
     monkeypatch.setattr(Halo, "backward", lambda self, x, d_halo: ops.zeros_like(x))
     assert main([*layer, "--heads", "3", "--strategy", "state_scan"]) == 1
     above = [line.rpartition(" ")[0] for line in capsys.readouterr().err.splitlines() if line.startswith("kcp: above the gate: ")]

@@ -43,8 +43,8 @@ def test_a_whole_layer_keeps_its_gates():
     simulation = LayerSimulation(3, 14, heads=2, width=4, documents=(1, 0, 6, 7))
     errors = simulation.errors("ptp_chain")
     assert set(errors) == set(GATES)
-    assert all(0 < errors[name] <= gate for name, gate in GATES.items())
-    assert len(simulation.expected) == 2 + len(simulation.weights) == 2 + 20
+    assert all(errors[name] <= gate for name, gate in GATES.items())
+    assert len(simulation.expected) == 2 + len(simulation.weights) == 2 + 19
 
 
 def test_what_a_layer_loses_between_ranks_is_seen(monkeypatch):
@@ -56,7 +56,8 @@ def test_what_a_layer_loses_between_ranks_is_seen(monkeypatch):
 
 
 def test_what_is_not_a_number_is_not_within_a_gate(monkeypatch):
-    monkeypatch.setattr(Halo, "forward", lambda self, x: ops.full((1, self.halo, x.shape[2]), float("nan")))
+    right = Halo.forward
+    monkeypatch.setattr(Halo, "forward", lambda self, x: right(self, x) * float("nan"))
     errors = LayerSimulation(2, 8, heads=2, width=4).errors("state_scan")
     assert not any(errors[name] <= gate for name, gate in GATES.items())
 
