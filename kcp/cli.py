@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kcp import __version__, cli_parallel, cli_see
+from kcp.cli_arguments import count, positive, refuse
 
 DESCRIPTION = """\
 Trains Kimi Delta Attention models with context parallelism: the tokens of one
@@ -183,9 +184,9 @@ def _train(options: argparse.Namespace) -> int:
             print(f"kcp: {_summary(run)}; logs: {launch_options.log_dir}", flush=True)
         return launch_with_restarts(["kcp.train", *arguments], launch_options, output_dir / FOLDER, resumed, options.restarts)
     except (ConfigError, CheckpointError) as error:
-        return _refuse(error.problems)
+        return refuse(*error.problems)
     except (DataError, LaunchError) as error:
-        return _refuse([str(error)])
+        return refuse(str(error))
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -194,7 +195,7 @@ def _validate(options: argparse.Namespace) -> int:
     try:
         run = load_run_config(options.config, options.world_size)
     except ConfigError as error:
-        return _refuse(error.problems)
+        return refuse(*error.problems)
     print(f"kcp: {options.config} is valid: {_summary(run)}")
     return 0
 
@@ -210,7 +211,7 @@ def _convert(options: argparse.Namespace) -> int:
         else:
             kcp_to_hf(options.source, options.target, options.config, options.spelling)
     except CheckpointError as error:
-        return _refuse(error.problems)
+        return refuse(*error.problems)
     print(f"kcp: {options.target} written")
     return 0
 
@@ -227,7 +228,7 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         run = load_run_config(options.route)
     except ConfigError as error:
-        return _refuse(error.problems)
+        return refuse(*error.problems)
     print("\n".join(route_lines(run)))
     return 0
 
@@ -236,9 +237,9 @@ def _selftest(options: argparse.Namespace) -> int:
     from kcp.selftest.report import run
 
     if options.goldens is not None and not (Path(options.goldens) / "fla_kda_seed1.npz").exists():
-        return _refuse([f"--goldens = {options.goldens}: a folder with fla_kda_seed1.npz is needed"])
+        return refuse(f"--goldens = {options.goldens}: a folder with fla_kda_seed1.npz is needed")
     if options.report is not None and not Path(options.report).resolve().parent.is_dir():
-        return _refuse([f"--report = {options.report}: a file in a folder that exists is needed"])
+        return refuse(f"--report = {options.report}: a file in a folder that exists is needed")
     return run(options.device, options.report, options.goldens, options.seeds, options.tokens)
 
 
@@ -250,32 +251,6 @@ def _summary(run) -> str:
     strategy = f", {model.kda_cp_strategy}" if parallel.context_parallel > 1 else ""
     tokens = f"{model.seq_length} tokens a sample, {run.local_seq_length} a worker"
     return f"{workers} on {run.training.device_target} ({degrees}{strategy}), {tokens}"
-
-
-def _refuse(lines: Sequence[str]) -> int:
-    for line in lines:
-        print(f"kcp: error: {line}", file=sys.stderr)
-    return 2
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: an integer >= 1 is needed")
-    return value
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: an integer >= 0 is needed")
-    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -290,27 +265,27 @@ def _parser() -> argparse.ArgumentParser:
         "--workers",
         "--worker-num",
         dest="workers",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="processes of the whole run; must be data_parallel * context_parallel of CONFIG (default)",
     )
     train.add_argument("--output-dir", metavar="DIR", help="folder for results (default: output_dir of CONFIG)")
     train.add_argument("--mode", choices=("graph", "pynative"), help="execution mode (default: context.mode of CONFIG)")
-    train.add_argument("--steps", type=_positive, metavar="N", help="stop after N steps")
+    train.add_argument("--steps", type=positive, metavar="N", help="stop after N steps")
     train.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on from a checkpoint (default: the newest one of this run)")
-    train.add_argument("--restarts", type=_count, default=0, metavar="N", help="after a failure go on from the last checkpoint, N times")
+    train.add_argument("--restarts", type=count, default=0, metavar="N", help="after a failure go on from the last checkpoint, N times")
     train.add_argument("--no-pin", dest="pin", action="store_false", help="do not give each process cores of its own")
     train.add_argument("--verbose", action="store_true", help="show all of rank 0's output, not only its progress")
     nodes = train.add_argument_group("several machines")
-    nodes.add_argument("--local-worker-num", type=_positive, metavar="N", help="processes on this machine")
+    nodes.add_argument("--local-worker-num", type=positive, metavar="N", help="processes on this machine")
     nodes.add_argument("--master-addr", default="127.0.0.1", metavar="ADDRESS", help="address of machine 0")
-    nodes.add_argument("--master-port", type=_positive, metavar="PORT", help="its port (default here: a free one)")
+    nodes.add_argument("--master-port", type=positive, metavar="PORT", help="its port (default here: a free one)")
     nodes.add_argument("--node-rank", type=int, default=0, metavar="N", help="number of this machine, from 0")
     train.set_defaults(command=_train)
 
     validate = commands.add_parser("validate", help="check a YAML file", epilog=VALIDATE_EXAMPLES, **style)
     validate.add_argument("config", metavar="CONFIG", help="MindFormers YAML file")
-    validate.add_argument("--world-size", type=_positive, metavar="N", help="processes that a launch would provide")
+    validate.add_argument("--world-size", type=positive, metavar="N", help="processes that a launch would provide")
     validate.set_defaults(command=_validate)
 
     cli_parallel.add_commands(commands, style)
@@ -336,8 +311,8 @@ def _parser() -> argparse.ArgumentParser:
     selftest.add_argument("--device", choices=("cpu", "ascend"), required=True, help="what to test")
     selftest.add_argument("--report", metavar="FILE", help="report file (default: kcp-selftest-DEVICE.md)")
     selftest.add_argument("--goldens", metavar="DIR", help="folder with fla_kda_seed1.npz")
-    selftest.add_argument("--seeds", type=_positive, default=20, metavar="N", help="seeds of the precision gate (default: %(default)s)")
-    selftest.add_argument("--tokens", type=_positive, metavar="T", help="tokens of the timings (default: 1024, on NPUs 8192)")
+    selftest.add_argument("--seeds", type=positive, default=20, metavar="N", help="seeds of the precision gate (default: %(default)s)")
+    selftest.add_argument("--tokens", type=positive, metavar="T", help="tokens of the timings (default: 1024, on NPUs 8192)")
     selftest.set_defaults(command=_selftest)
     return parser
 

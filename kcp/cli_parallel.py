@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from dataclasses import replace
+
+from kcp.cli_arguments import number, positive, refuse
 
 PLAN_HELP = """\
 Predicts bytes, FLOPs, memory and time of every strategy for the KDA layers of a
@@ -68,24 +69,24 @@ def add_commands(commands, style: dict) -> None:
     """Add both subcommands to the parser of :mod:`kcp.cli`."""
     plan = commands.add_parser("plan", help="what each strategy costs, and what auto takes", description=PLAN_HELP, **style)
     plan.add_argument("config", metavar="CONFIG", help="MindFormers YAML file")
-    plan.add_argument("--world-size", type=_count, metavar="N", help="plan for N workers (default: as many as CONFIG asks for)")
-    plan.add_argument("--bandwidth", type=_number, metavar="BYTES/S", help="bytes a second that a rank receives")
-    plan.add_argument("--latency", type=_number, metavar="S", help="seconds of one exchange of almost nothing")
-    plan.add_argument("--flops", type=_number, metavar="FLOP/S", help="what the KDA kernels of one rank reach")
+    plan.add_argument("--world-size", type=positive, metavar="N", help="plan for N workers (default: as many as CONFIG asks for)")
+    plan.add_argument("--bandwidth", type=number, metavar="BYTES/S", help="bytes a second that a rank receives")
+    plan.add_argument("--latency", type=number, metavar="S", help="seconds of one exchange of almost nothing")
+    plan.add_argument("--flops", type=number, metavar="FLOP/S", help="what the KDA kernels of one rank reach")
     plan.set_defaults(command=run_plan)
 
     simulate = commands.add_parser("simulate", help="errors of context parallelism, without machines", description=SIMULATE_HELP, **style)
     simulate.add_argument(
         "what", nargs="?", choices=("summaries", "core", "layer"), default="summaries", help="what to run (default: %(default)s)"
     )
-    simulate.add_argument("--ranks", type=_count, default=8, metavar="W", help="ranks (default: %(default)s)")
-    simulate.add_argument("--heads", type=_count, metavar="H", help="heads (default: 2; layer: as many as ranks)")
-    simulate.add_argument("--width", type=_count, default=32, metavar="K", help="head width, K and V (default: %(default)s)")
-    simulate.add_argument("--decay", type=_number, default=0.01, metavar="A", help="largest decay (default: %(default)s)")
+    simulate.add_argument("--ranks", type=positive, default=8, metavar="W", help="ranks (default: %(default)s)")
+    simulate.add_argument("--heads", type=positive, metavar="H", help="heads (default: 2; layer: as many as ranks)")
+    simulate.add_argument("--width", type=positive, default=32, metavar="K", help="head width, K and V (default: %(default)s)")
+    simulate.add_argument("--decay", type=number, default=0.01, metavar="A", help="largest decay (default: %(default)s)")
     simulate.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
     core = simulate.add_argument_group("core and layer")
     core.add_argument("--strategy", metavar="NAME", help="strategy (default: state_scan; layer: every one)")
-    core.add_argument("--tokens", type=_count, metavar="T", help="tokens of all ranks (default: 16 a rank)")
+    core.add_argument("--tokens", type=positive, metavar="T", help="tokens of all ranks (default: 16 a rank)")
     core.add_argument(
         "--documents", type=_lengths, metavar="N,N,...", help="packed documents' lengths, T in all (default: one; layer: random)"
     )
@@ -100,9 +101,9 @@ def run_plan(options: argparse.Namespace) -> int:
         run = load_run_config(options.config)
         sizes, machine = _plan_inputs(run, options)
     except ConfigError as error:
-        return _refuse(*error.problems)
+        return refuse(*error.problems)
     except ValueError as error:
-        return _refuse(str(error))
+        return refuse(str(error))
     print(plan_text(sizes, machine, run.model.kda_cp_strategy))
     return 0
 
@@ -183,11 +184,11 @@ def run_simulate(options: argparse.Namespace) -> int:
 
     most = MOST_RANKS if options.what == "summaries" else MOST_CORE_RANKS
     if options.ranks > most:
-        return _refuse(f"--ranks is {options.ranks}; allowed for {options.what}: at most {most}")
+        return refuse(f"--ranks is {options.ranks}; allowed for {options.what}: at most {most}")
     try:
         return {"summaries": _simulate_summaries, "core": _simulate_core, "layer": _simulate_layer}[options.what](options)
     except ValueError as error:
-        return _refuse(str(error))
+        return refuse(str(error))
 
 
 def _simulate_summaries(options):
@@ -241,28 +242,6 @@ def _simulate_layer(options):
     for line in exceeded:
         print(f"kcp: above the gate: {line}", file=sys.stderr)
     return 1 if exceeded else 0
-
-
-def _refuse(*lines: str) -> int:
-    for line in lines:
-        print(f"kcp: error: {line}", file=sys.stderr)
-    return 2
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: an integer >= 1 is needed")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: a number >= 0 is needed")
-    return value
 
 
 def _lengths(text: str) -> tuple[int, ...]:

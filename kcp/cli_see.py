@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import sys
 from pathlib import Path
+
+from kcp.cli_arguments import number, positive, refuse
 
 GENERATE_HELP = """\
 Continues a prompt with a recurrent state: a KDA layer keeps one state a head
@@ -48,9 +48,9 @@ def add_commands(commands, style: dict) -> None:
     generate = commands.add_parser("generate", help="continue a prompt", description=GENERATE_HELP, **style)
     generate.add_argument("folder", metavar="FOLDER", help="folder with the model")
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
-    generate.add_argument("--tokens", type=_count, default=128, metavar="N", help="tokens to make (default: %(default)s)")
-    generate.add_argument("--temperature", type=_number, default=0.0, metavar="T", help="0: most likely token (default); 1: as trained")
-    generate.add_argument("--top-k", type=_count, default=0, metavar="K", help="draw among the K most likely tokens (default: all)")
+    generate.add_argument("--tokens", type=positive, default=128, metavar="N", help="tokens to make (default: %(default)s)")
+    generate.add_argument("--temperature", type=number, default=0.0, metavar="T", help="0: most likely token (default); 1: as trained")
+    generate.add_argument("--top-k", type=positive, default=0, metavar="K", help="draw among the K most likely tokens (default: all)")
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
     generate.add_argument("--config", metavar="YAML", help="file with model.model_config (default: FOLDER's own)")
     generate.set_defaults(command=run_generate)
@@ -63,7 +63,7 @@ def add_commands(commands, style: dict) -> None:
 
     profile = commands.add_parser("profile", help="where a training step's time goes", description=PROFILE_HELP, **style)
     profile.add_argument("config", metavar="CONFIG", help="MindFormers YAML file")
-    profile.add_argument("--steps", type=_count, default=5, metavar="N", help="repetitions that are measured (default: %(default)s)")
+    profile.add_argument("--steps", type=positive, default=5, metavar="N", help="repetitions that are measured (default: %(default)s)")
     profile.add_argument("--json", metavar="FILE", help="write all figures to this file")
     profile.set_defaults(command=run_profile)
 
@@ -80,9 +80,9 @@ def run_generate(options: argparse.Namespace) -> int:
             Path(options.config) if options.config else None,
         )  # fmt: skip
     except CheckpointError as error:
-        return _refuse(*error.problems)
+        return refuse(*error.problems)
     except ValueError as error:
-        return _refuse(str(error))
+        return refuse(str(error))
     return 0
 
 
@@ -94,9 +94,9 @@ def run_report(options: argparse.Namespace) -> int:
     try:
         page = write_report(Path(options.run_dir), options.config, options.output)
     except ConfigError as error:
-        return _refuse(*error.problems)
+        return refuse(*error.problems)
     except ReportError as error:
-        return _refuse(str(error))
+        return refuse(str(error))
     print(f"kcp: {page} written")
     return 0
 
@@ -109,41 +109,19 @@ def run_profile(options: argparse.Namespace) -> int:
     try:
         run = load_run_config(options.config)
     except ConfigError as error:
-        return _refuse(*error.problems)
+        return refuse(*error.problems)
     if run.training.device_target != "CPU":
-        return _refuse(f"context.device_target = {run.training.device_target!r}: kcp profile runs on the CPU; use MindSpore's own profiler")
+        return refuse(f"context.device_target = {run.training.device_target!r}: kcp profile runs on the CPU; use MindSpore's own profiler")
     from kcp.launch import LaunchError
     from kcp.profile import profile_run, profile_text
 
     try:
         figures = profile_run(run, options.steps)
     except LaunchError as error:
-        return _refuse(str(error))
+        return refuse(str(error))
     print(profile_text(figures))
     if options.json:
         import json
 
         Path(options.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def _refuse(*lines: str) -> int:
-    for line in lines:
-        print(f"kcp: error: {line}", file=sys.stderr)
-    return 2
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: an integer >= 1 is needed")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: a number >= 0 is needed")
-    return value
