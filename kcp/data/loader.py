@@ -16,6 +16,16 @@ from kcp.data.text import STDLIB, DataError, TextCorpus
 from kcp.data.tokenizer import FileTokenizer
 
 
+def _place(column_names: Sequence[str], context_parallel: int, num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
+    """``(workers, rank)`` of this process, the columns and the degree checked."""
+    if tuple(column_names) != COLUMNS:
+        raise ValueError(f"train_dataset.input_columns = {list(column_names)}: {list(COLUMNS)} is needed")
+    workers, rank = num_shards or 1, shard_id or 0
+    if context_parallel < 1 or workers % context_parallel:
+        raise ValueError(f"context_parallel = {context_parallel}: a divisor of the {workers} workers is needed")
+    return workers, rank
+
+
 @MindFormerRegister.register(MindFormerModuleType.DATASET_LOADER)
 class KcpTextDataset:
     """Packed text for `CausalLanguageModelDataset`: each context parallel group reads the same samples.
@@ -63,11 +73,7 @@ class KcpTextDataset:
         num_parallel_workers: int = 1,
         batch_size: int = 1,
     ) -> Any:
-        if tuple(column_names) != COLUMNS:
-            raise ValueError(f"train_dataset.input_columns = {list(column_names)}: {list(COLUMNS)} is needed")
-        workers, rank = num_shards or 1, shard_id or 0
-        if context_parallel < 1 or workers % context_parallel:
-            raise ValueError(f"context_parallel = {context_parallel}: a divisor of the {workers} workers is needed")
+        workers, rank = _place(column_names, context_parallel, num_shards, shard_id)
         corpus = TextCorpus(dataset_dir if dataset_dir is not None else STDLIB)
         of_files = FileTokenizer(tokenizer) if tokenizer else None
         if of_files is not None and vocab_size and of_files.vocab_size > vocab_size:
@@ -129,11 +135,7 @@ class KcpRecallDataset:
         num_parallel_workers: int = 1,
         batch_size: int = 1,
     ) -> Any:
-        if tuple(column_names) != COLUMNS:
-            raise ValueError(f"train_dataset.input_columns = {list(column_names)}: {list(COLUMNS)} is needed")
-        workers, rank = num_shards or 1, shard_id or 0
-        if context_parallel < 1 or workers % context_parallel:
-            raise ValueError(f"context_parallel = {context_parallel}: a divisor of the {workers} workers is needed")
+        workers, rank = _place(column_names, context_parallel, num_shards, shard_id)
         if vocab_size and vocab_size < VOCABULARY:
             raise ValueError(f"model.model_config.vocab_size = {vocab_size}: the task needs at least {VOCABULARY}")
         options = RecallOptions(seq_length, num_samples, shortest, whole, queries, max_documents, seed)
