@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kcp import cli, doctor, launch
+from kcp import cli, doctor, launch_restart
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny_cp2.yaml"
@@ -107,7 +107,7 @@ def test_commands_are_light():
 
 def test_train_hands_the_worker_its_arguments(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(launch, "launch", lambda target, options: calls.append((target, options)) or 5)
+    monkeypatch.setattr(launch_restart, "launch", lambda target, options: calls.append((target, options)) or 5)
     arguments = ["train", str(TINY), "--output-dir", str(tmp_path), "--steps", "3", "--mode", "pynative", "--no-pin"]
     assert cli.main(arguments) == 5
     ((target, options),) = calls
