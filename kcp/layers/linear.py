@@ -9,7 +9,6 @@ from mindspore.common.initializer import Normal, initializer
 
 from kcp.ops.numerics import in_graph
 
-
 _matmul = ops.MatMul(transpose_b=True)
 
 
