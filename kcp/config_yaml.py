@@ -10,6 +10,7 @@ import yaml
 from kcp.config_fields import ConfigError, show
 
 MAX_FILE_BYTES = 1 << 18
+MAX_DEPTH = 64
 MAX_EXPANDED = 4 * MAX_FILE_BYTES  # values and characters once aliases are followed
 
 
@@ -47,27 +48,30 @@ def _parse(text: str) -> Any:
     """Plain values of a YAML document; a tag that would make anything else is an error.
 
     Raises:
-        ValueError: aliases that multiply to more than ``MAX_EXPANDED``, or that lead back to themselves.
+        ValueError: aliases that multiply to more than ``MAX_EXPANDED``, or that lead back to themselves; more than
+            ``MAX_DEPTH`` levels.
     """
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
-        if _expanded(node, {}) > MAX_EXPANDED:
+        if _expanded(node, {}, 0) > MAX_EXPANDED:
             raise ValueError(f"its aliases stand for more than {MAX_EXPANDED} characters")
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
-def _expanded(node: yaml.Node, known: dict[int, int | None]) -> int:
+def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
     """Values and characters that a node stands for, aliases followed; ``known`` holds what was counted, None where counting goes on."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep, line {node.start_mark.line + 1}")
     if id(node) not in known:
         known[id(node)] = None
         children = node.value if isinstance(node, yaml.CollectionNode) else ()
         flat = (part for child in children for part in (child if isinstance(child, tuple) else (child,)))
-        known[id(node)] = 1 + sum(_expanded(part, known) for part in flat) + (0 if children else len(node.value))
+        known[id(node)] = 1 + sum(_expanded(part, known, depth + 1) for part in flat) + (0 if children else len(node.value))
     size = known[id(node)]
     if size is None:
         raise ValueError(f"an alias leads back to itself, line {node.start_mark.line + 1}")
