@@ -20,7 +20,7 @@ from typing import Any
 from kcp import config_checks
 from kcp.config_checks import LOADER, MEGATRON, OWN_LOADERS, RECALL
 from kcp.config_fields import ConfigError, Problems, Section, nearest
-from kcp.config_run import CheckpointOptions, EvaluationOptions, HealthOptions, callback_options, evaluation_options
+from kcp.config_run import CheckpointOptions, EvaluationOptions, HealthOptions, MemoryOptions, callback_options, evaluation_options
 from kcp.config_yaml import read_yaml
 
 STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid", "auto")
@@ -159,6 +159,7 @@ class RunConfig:
     training: TrainingOptions
     checkpoint: CheckpointOptions = CheckpointOptions()
     health: HealthOptions = HealthOptions()
+    memory: MemoryOptions = MemoryOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
     raw: Mapping[str, Any] = field(repr=False, default_factory=dict)
 
@@ -189,7 +190,7 @@ def load_run_config(path: str | Path, world_size: int | None = None) -> RunConfi
     path = Path(path)
     problems = Problems()
     top = Section(read_yaml(path), "", problems)
-    checkpoint, health = callback_options(top)
+    checkpoint, health, memory = callback_options(top)
     run = RunConfig(
         path=path,
         model=model_options(top.section("model").section("model_config")),
@@ -198,6 +199,7 @@ def load_run_config(path: str | Path, world_size: int | None = None) -> RunConfi
         training=_training(top),
         checkpoint=checkpoint,
         health=health,
+        memory=memory,
         evaluation=evaluation_options(top),
         raw=top.raw,
     )
