@@ -4,8 +4,9 @@ Bytes of one worker at the peak of a step, everything in float32 (P parameters, 
 
     process       what MindSpore, MindFormers and the step itself take without a model
     parameters    ``copies`` P: weights, both moments, gradients, the vectors that the step reduces, checks and clips, what is in between
-    activations   numbers that a layer keeps a token from forward to backward, times N, layers and ``kept``; with recomputation one
-                  layer at a time and every layer's input
+    activations   numbers that a layer keeps a token from forward to backward, times N, layers and ``kept``; with recomputation in
+                  PyNative one layer at a time and every layer's input (a graph's peak did not fall by it); a graph's grows with
+                  all experts, not the chosen ones alone
     logits        ``LOGITS`` N x vocabulary: logits, and the cross entropy and its gradient, float64 inside
 
 The constants were fitted to measured peaks of runs with large weights, many tokens, wide heads and a large vocabulary, by mode: a graph
@@ -37,9 +38,10 @@ class _Mode:
     process: int
     copies: int
     kept: float
+    graph: bool
 
 
-_MODES = {0: _Mode(830 << 20, 17, 1.5), 1: _Mode(660 << 20, 10, 1.15)}  # context.mode: graph, PyNative
+_MODES = {0: _Mode(830 << 20, 17, 1.5, True), 1: _Mode(660 << 20, 10, 1.15, False)}  # context.mode: graph, PyNative
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,9 @@ def estimate_memory(run: RunConfig, batch_size: int | None = None) -> Memory:
     model, mode = run.model, _MODES[run.training.mode]
     tokens = (batch_size or run.training.batch_size) * run.local_seq_length
     parameters = sum(prod(shape) for shape in expected_shapes(asdict(model)).values())
-    layers = [
-        _kept_by_layer(model, run.parallel.context_parallel, *kinds) for kinds in zip(model.layer_types, model.mlp_layer_types, strict=True)
-    ]
-    numbers = max(layers) + model.hidden_size * len(layers) if run.training.recompute else sum(layers)
+    kinds = zip(model.layer_types, model.mlp_layer_types, strict=True)
+    layers = [_kept_by_layer(model, run.parallel.context_parallel, mode.graph, *pair) for pair in kinds]
+    numbers = max(layers) + model.hidden_size * len(layers) if run.training.recompute and not mode.graph else sum(layers)
     return Memory(
         process=mode.process,
         parameters=mode.copies * FLOAT32 * parameters,
@@ -83,7 +84,7 @@ def estimate_memory(run: RunConfig, batch_size: int | None = None) -> Memory:
     )
 
 
-def _kept_by_layer(model: ModelOptions, ranks: int, attention: str, feed_forward: str) -> float:
+def _kept_by_layer(model: ModelOptions, ranks: int, graph: bool, attention: str, feed_forward: str) -> float:
     """Numbers a token that a layer keeps from forward to backward."""
     hidden = model.hidden_size
     if attention == MLA:
@@ -98,8 +99,9 @@ def _kept_by_layer(model: ModelOptions, ranks: int, attention: str, feed_forward
             state = model.linear_head_dim * model.linear_value_head_dim / model.kda_chunk_size
             kept += model.linear_num_value_heads * (state + model.linear_value_head_dim + 2 * 64)
     if feed_forward == SPARSE:
-        inner = (model.num_experts_per_token + model.num_shared_experts) * model.moe_intermediate_size
-        return kept + 2 * hidden + model.num_experts + 4 * inner + model.num_experts_per_token * hidden
+        experts = model.num_experts if graph else model.num_experts_per_token
+        inner = (experts + model.num_shared_experts) * model.moe_intermediate_size
+        return kept + 2 * hidden + model.num_experts + 4 * inner + (4 * experts if graph else experts) * hidden
     return kept + 2 * hidden + 4 * model.intermediate_size
 
 
@@ -145,8 +147,8 @@ def memory_problem(run: RunConfig, workers: int, available: int | None) -> str |
     fits = largest_batch(run, workers, available)
     if fits:
         text += f"runner_config.batch_size = {fits} fits, with gradient_accumulation_steps for the rest"
-    elif not run.training.recompute and _fits(replace(run, training=replace(run.training, recompute=True)), 1, workers, available):
-        text += "batch_size = 1 fits with recompute_config.recompute: True"
+    elif _fits(replace(run, training=replace(run.training, mode=1, recompute=True)), 1, workers, available):
+        text += "batch_size = 1 fits with context.mode: 1 and recompute_config.recompute: True"
     else:
         text += "lower model.model_config.seq_length or the model's sizes, or use more machines"
     return text + ". The estimate may be off by a factor of 2: {type: KcpMemory, check: False} under callbacks starts the run anyway"

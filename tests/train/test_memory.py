@@ -58,7 +58,8 @@ def test_the_estimate_grows_with_what_it_is_of(tmp_path):
     projections = 4 * 128 * 256 + 4 * 128 + 2 * (64 * 128 + 256 * 64)
     layer = 2 * 128 + projections + 3 * 256 * 4 + 4 + 256 + 64 + 3 * 128 * 256
     assert base.parameters == 17 * 4 * (2 * 259 * 128 + 128 + 2 * layer)
-    assert parts(recompute=True).activations < 0.6 * base.activations
+    assert parts(recompute=True) == base, "a graph's peak was not lower with it"
+    assert parts(recompute=True, mode=1).activations < 0.8 * parts(mode=1).activations
     assert parts(mode=1).total < base.total
     assert parts(kda_disable_recompute=False).activations < base.activations
     latent = {"layer_types": ("full_attention",) * 2, "num_attention_heads": 4, "kv_lora_rank": 64}
@@ -105,7 +106,10 @@ def test_what_fits_is_started_and_the_check_can_be_switched_off(tmp_path, launch
 
 @pytest.mark.parametrize(
     ("gib", "advice"),
-    [(1.4, "batch_size = 1 fits with recompute_config.recompute: True"), (0.5, "lower model.model_config.seq_length or the model's sizes")],
+    [
+        (1.4, "batch_size = 1 fits with context.mode: 1 and recompute_config.recompute: True"),
+        (0.5, "lower model.model_config.seq_length or the model's sizes"),
+    ],
 )
 def test_what_else_could_be_changed(tmp_path, gib, advice):
     run = load_run_config(configure(tmp_path, batch_size=1, **MORE | {"num_hidden_layers": 8}, seq_length=4096))
