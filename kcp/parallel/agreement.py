@@ -244,11 +244,10 @@ def _agree(headers: np.ndarray) -> bool:
         return False
     for header in headers:
         first, step, size = (int(number) for number in header[1:4])
-        others = [rank for rank in range(first, first + step * size, step) if rank < len(headers)]
-        if any(
-            (headers[rank, 1:4] != header[1:4]).any() or (headers[rank, -_HASH_BYTES:] != header[-_HASH_BYTES:]).any() for rank in others
-        ):
-            return False
+        for rank in range(first, first + step * size, step):
+            other = headers[rank] if rank < len(headers) else header
+            if (other[1:4] != header[1:4]).any() or (other[-_HASH_BYTES:] != header[-_HASH_BYTES:]).any():
+                return False
     return True
 
 
