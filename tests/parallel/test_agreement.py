@@ -132,7 +132,7 @@ def test_values_of_a_group_are_compared_within_it():
     reports = [Report(rank, (0, 1) if rank < 2 else (2, 3), {"seed": 1}, {"cu_seqlens": [0, rank // 2]}) for rank in range(4)]
     assert disagreements(reports) == []
     strided = [Report(rank, (rank % 2, rank % 2 + 2), {}, {"cu_seqlens": [0, rank]}) for rank in range(4)]
-    wanted = [
+    assert disagreements(strided) == [
         "cu_seqlens: rank 0 has [0, 0], rank 2 has [0, 2]",
         "cu_seqlens: rank 1 has [0, 1], rank 3 has [0, 3]",
     ]
