@@ -15,7 +15,7 @@ from mindspore.common.initializer import initializer
 
 from kcp.layers.kda_core import KdaCore, KdaCoreConfig
 from kcp.layers.kda_health import HealthMeter
-from kcp.layers.linear import Linear
+from kcp.layers.linear import Linear, side_by_side
 from kcp.layers.norms import GatedRMSNorm
 from kcp.layers.short_conv import ShortConv
 from kcp.parallel.group import CpGroup
@@ -178,7 +178,7 @@ class KdaAttention(nn.Cell):
 
     def project(self, x):
         """q, k and v before the convolutions, side by side ``[B, T, widths]``."""
-        return ops.concat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
+        return side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
 
     def taps(self):
         """Weights ``[widths, 1, size]`` of the three convolutions, and their biases or None."""

@@ -7,6 +7,17 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.common.initializer import Normal, initializer
 
+from kcp.ops.numerics import in_graph
+
+_matmul = ops.MatMul(transpose_b=True)
+
+
+def _product(x, weight_OI):
+    """x W^T ``[..., O]``. In PyNative a tensor of its own memory, not a view of a matrix: custom operators copy views first."""
+    if not in_graph():
+        return ops.dense(x, weight_OI)
+    return _matmul(x.reshape((-1, x.shape[-1])), weight_OI).reshape(x.shape[:-1] + weight_OI.shape[:1])  # dense: no empty slices in graphs
+
 
 class Linear(nn.Cell):
     """``y = x W^T + b`` over the last axis.
@@ -33,14 +44,22 @@ class Linear(nn.Cell):
         self.weight = ms.Parameter(initializer(Normal(sigma=init_std), shape, ms.float32), name="weight")
         if has_bias:
             self.bias = ms.Parameter(initializer("zeros", (out_features,), ms.float32), name="bias")
-        self.matmul = ops.MatMul(transpose_b=True)
 
     def construct(self, x):
-        x_NI = x.reshape((-1, self.in_features))
-        y_NO = self.matmul(x_NI, self.weight.astype(x.dtype))
-        if self.has_bias:
-            y_NO = y_NO + self.bias.astype(x.dtype)
-        return y_NO.reshape(x.shape[:-1] + (self.out_features,))
+        y = _product(x, self.weight.astype(x.dtype))
+        return y + self.bias.astype(x.dtype) if self.has_bias else y
+
+
+def side_by_side(x: ms.Tensor, *layers: nn.Cell) -> ms.Tensor:
+    """Outputs of ``layers`` on x next to each other: ``[..., I] -> [..., O_1 + O_2 + ...]``.
+
+    In PyNative, plain :class:`Linear` layers without biases are one product with all their weights: the results, and in the backward their
+    gradients, are not copied together and apart. A layer that something else has replaced (an adapter) is called.
+    """
+    if not in_graph():
+        if all(type(layer) is Linear and not layer.has_bias for layer in layers):
+            return _product(x, ops.concat([layer.weight for layer in layers], 0).astype(x.dtype))
+    return ops.concat([layer(x) for layer in layers], -1)
 
 
 class Embedding(nn.Cell):

@@ -31,7 +31,9 @@ typedef Rows<kMaxChunk> Mat;
 
 struct alignas(64) Chunk {
   int rows, blocks, padded, tokens;  // rows = 16 blocks >= tokens; padded = K rounded up to 32
-  Mat q, k, e;                       // normalised q and k; one-token decays
+  Mat q, k, e;                       // normalised q and k (see Keep); one-token decays
+  Source q_rows, k_rows;             // where the diagonal scores read q and k,
+  float q_factor[kMaxChunk], k_factor[kMaxChunk];  // and what normalises these rows
   Mat q_pre, k_pre;                  // q pre, k pre; blocks 1 and 3 only
   Mat k_suf;                         // k suf
   Mat q_in, k_in, k_out;             // scale q 2^G, k 2^G, k 2^(G_last - G)
@@ -124,9 +126,12 @@ KCP_NOINLINE void row_rstd(Source x, int rows, int width, float epsilon, float (
   }
 }
 
+// Whether normalised q and k are written to Chunk::q and k. The forward does without where its rows lie close together.
+enum Keep { kRawRows, kNormalised };
+
 // q, k times their decays, two vectors of columns at a time, block by block: what a block reads and writes stays in the
 // nearest cache between its pass down (pre) and its pass up (suf)
-template <bool backward>
+template <bool backward, int keep>
 KCP_NOINLINE void apply_decays(const Problem& p, Source q, Source k, Chunk& c, const float (*sums)[kMaxWidth]) {
   enum { W = 2 };
   const int blocks = c.blocks;
@@ -156,7 +161,7 @@ KCP_NOINLINE void apply_decays(const Problem& p, Source q, Source k, Chunk& c, c
         KCP_UNROLL for (int w = 0; w < W; w++) {
           const int d = d0 + w * kLanes;
           Vec x = load(q.at + i * q.ld + d) * rq, y = load(k.at + i * k.ld + d) * rk;
-          store(&c.q[i][d], x), store(&c.k[i][d], y);
+          if (keep) store(&c.q[i][d], x), store(&c.k[i][d], y);
           run[w] *= load(&c.e[i][d]);
           x *= run[w], y *= run[w];
           if (I & 1) store(&c.q_pre[i][d], x), store(&c.k_pre[i][d], y);
@@ -168,7 +173,7 @@ KCP_NOINLINE void apply_decays(const Problem& p, Source q, Source k, Chunk& c, c
       KCP_UNROLL for (int w = 0; w < W; w++) run[w] = splat(1.f);
       for (int i = (I + 1) * kBlock - 1; i >= I * kBlock; i--) KCP_UNROLL for (int w = 0; w < W; w++) {
           const int d = d0 + w * kLanes;
-          const Vec x = load(&c.k[i][d]) * run[w];
+          const Vec x = (keep ? load(&c.k[i][d]) : load(k.at + i * k.ld + d) * c.k_rstd[i]) * run[w];
           if (backward || !(I & 1)) store(&c.k_suf[i][d], x);
           if (I == 0 && blocks > 2) store(&c.k_near[i][d], x * over1[w]);
           if (I == 1 && blocks > 2) store(&c.k_near[i][d], x);
@@ -181,7 +186,7 @@ KCP_NOINLINE void apply_decays(const Problem& p, Source q, Source k, Chunk& c, c
 }
 
 // Tokens t..t+n of head h of sequence s. Padded rows are inert: q = k = 0, beta = 0, no decay.
-template <bool backward>
+template <bool backward, int keep = backward ? kNormalised : kRawRows>
 KCP_NOINLINE void prepare_chunk(const Problem& p, const Sequence& s, long head, long t, int n, Chunk& c) {
   const int width = (int)p.key_width, padded = c.padded;
   float sums[4][kMaxWidth];
@@ -209,7 +214,16 @@ KCP_NOINLINE void prepare_chunk(const Problem& p, const Sequence& s, long head, 
   if (p.gate == kGateLowerBound) decay_rows<backward, kGateLowerBound>(p, g, c, sums);
   else if (p.gate == kGateSoftplus) decay_rows<backward, kGateSoftplus>(p, g, c, sums);
   else decay_rows<backward, kGateNone>(p, g, c, sums);
-  apply_decays<backward>(p, q, k, c, sums);
+  const bool close = q.ld <= kLd && k.ld <= kLd;  // rows a page apart would share their cache sets
+  if (keep == kRawRows && close) {
+    c.q_rows = q, c.k_rows = k;
+    memcpy(c.q_factor, c.q_rstd, sizeof c.q_factor), memcpy(c.k_factor, c.k_rstd, sizeof c.k_factor);
+    apply_decays<backward, kRawRows>(p, q, k, c, sums);
+  } else {
+    c.q_rows = {c.q[0], kLd}, c.k_rows = {c.k[0], kLd};
+    for (int i = 0; i < c.rows; i++) c.q_factor[i] = c.k_factor[i] = 1.f;
+    apply_decays<backward, kNormalised>(p, q, k, c, sums);
+  }
 }
 
 }  // namespace KCP_ISA

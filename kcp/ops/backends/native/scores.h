@@ -10,12 +10,14 @@ namespace KCP_ISA {
 // one-token decays, hence exact zeros under any decay. Partial sums over the lanes go to c.pairs, in the order (j, i).
 template <int D>
 KCP_INLINE void diagonal_columns(Chunk& c, int b, int d0) {
+  const long ld_q = c.q_rows.ld, ld_k = c.k_rows.ld;
+  const float *q = c.q_rows.at + b * ld_q + d0, *k = c.k_rows.at + b * ld_k + d0;
   int at = 0;
   for (int j = 0; j < kBlock; j++) {
     Vec x[D], qk = (Vec){};
     KCP_UNROLL for (int v = 0; v < D; v++) {
-      x[v] = load(&c.k[b + j][d0 + v * kLanes]);
-      qk += x[v] * load(&c.q[b + j][d0 + v * kLanes]);
+      x[v] = load(k + j * ld_k + v * kLanes);
+      qk += x[v] * load(q + j * ld_q + v * kLanes);
     }
     store(c.pairs[0][at], d0 ? load(c.pairs[0][at]) + qk : qk);
     at++;
@@ -23,10 +25,9 @@ KCP_INLINE void diagonal_columns(Chunk& c, int b, int d0) {
       Vec kk = (Vec){};
       qk = (Vec){};
       KCP_UNROLL for (int v = 0; v < D; v++) {
-        const int d = d0 + v * kLanes;
-        x[v] *= load(&c.e[b + i][d]);
-        qk += x[v] * load(&c.q[b + i][d]);
-        kk += x[v] * load(&c.k[b + i][d]);
+        x[v] *= load(&c.e[b + i][d0 + v * kLanes]);
+        qk += x[v] * load(q + i * ld_q + v * kLanes);
+        kk += x[v] * load(k + i * ld_k + v * kLanes);
       }
       store(c.pairs[0][at], d0 ? load(c.pairs[0][at]) + qk : qk);
       store(c.pairs[1][at], d0 ? load(c.pairs[1][at]) + kk : kk);
@@ -41,13 +42,16 @@ KCP_NOINLINE void diagonal_scores(Chunk& c, int b, float scale, float* aqk) {
   float qk[kPairs], kk[kPairs];
   lane_sums(c.pairs[0], kPairs, qk);
   lane_sums(c.pairs[1], kPairs, kk);
+  float to_aqk[kMaxChunk], to_lower[kMaxChunk];
+  for (int i = b; i < b + kBlock; i++) to_aqk[i] = c.q_factor[i] * scale, to_lower[i] = c.k_factor[i] * c.beta[i];
   int at = 0;
   for (int j = b; j < b + kBlock; j++) {
+    const float factor = c.k_factor[j];
     for (int i = b; i < j; i++) aqk[i * kMaxChunk + j] = 0;
-    aqk[j * kMaxChunk + j] = qk[at++] * scale;
+    aqk[j * kMaxChunk + j] = qk[at++] * (to_aqk[j] * factor);
     for (int i = j + 1; i < b + kBlock; i++, at++) {
-      aqk[i * kMaxChunk + j] = qk[at] * scale;
-      c.lower[i][j] = kk[at] * c.beta[i];
+      aqk[i * kMaxChunk + j] = qk[at] * (to_aqk[i] * factor);
+      c.lower[i][j] = kk[at] * (to_lower[i] * factor);
     }
   }
 }

@@ -88,7 +88,7 @@ KCP_NOINLINE void stage_prepare(const Problem& p, const StageTensors& st, float 
   ForwardScratch& f = w.forward;
   Chunk& c = f.chunk;
   begin_head(p, head, c);
-  prepare_chunk<false>(p, s, head, t, tokens, c);
+  prepare_chunk<false, kNormalised>(p, s, head, t, tokens, c);
   chunk_scores(c, scale, f.aqk[0], f.akk[0]);
   put_scores(f.aqk[0], rows_of(st.aqk, st, s.batch, head, t, st.columns), tokens, st.columns);
   put_scores(f.akk[0], rows_of(st.akk, st, s.batch, head, t, st.columns), tokens, st.columns);

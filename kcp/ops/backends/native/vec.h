@@ -42,21 +42,30 @@ KCP_INLINE Vec splat(float s) { return s - (Vec){}; }
 KCP_INLINE Vec select(IVec mask, Vec a, Vec b) { return (Vec)(((IVec)a & mask) | ((IVec)b & ~mask)); }
 KCP_INLINE Vec absolute(Vec x) { return (Vec)((IVec)x & 0x7fffffff); }
 
-// 2^x for x <= 126, relative error below 1e-7; exactly 0 from -127 down; NaN stays NaN.
+// 2^x for x <= 126, relative error below 1e-7; exactly 0 from -127 down (AVX-512: below -126); NaN stays NaN.
 // x = n + f, |f| <= 1/2: the integer n comes from the low bits of x + 1.5*2^23, 2^f from a degree-6 fit, and n is added
 // to the exponent bits (n = -127 with 2^f = 1 gives a true zero).
 KCP_INLINE Vec exp2v(Vec x) {
+#if KCP_LANES == 16
+  const Vec n = (Vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = x - n;
+#else
   const Vec lowest = splat(-127.f);
   x = lowest > x ? lowest : x;
   const Vec shifted = x + 12582912.f;
   const Vec f = x - (shifted - 12582912.f);
+#endif
   Vec p = f * 1.5353362e-04f + 1.3398875e-03f;
   p = p * f + 9.6184369e-03f;
   p = p * f + 5.5503324e-02f;
   p = p * f + 2.4022648e-01f;
   p = p * f + 6.9314718e-01f;
   p = p * f + 1.f;
+#if KCP_LANES == 16
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.f), _CMP_NLT_UQ);
+  return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
+#else
   return (Vec)((IVec)p + ((IVec)shifted << 23));
+#endif
 }
 
 // log(1+t) for 0 <= t <= 1, small relative error also for tiny t: 2 atanh(t / (2+t)).
@@ -72,13 +81,17 @@ KCP_INLINE Vec log1p_unit(Vec t) {
   return p * s;
 }
 
-// 1/x for 1 <= x <= 2^126, to rounding: three Newton steps from an estimate by integer arithmetic, several times the
-// throughput of a division
+// 1/x for 1 <= x <= 2^126, to rounding: Newton steps from the processor's 14-bit estimate or from one by integer
+// arithmetic, several times the throughput of a division
 KCP_INLINE Vec reciprocal(Vec x) {
+#if KCP_LANES == 16
+  const Vec r = (Vec)_mm512_rcp14_ps((__m512)x);
+#else
   Vec r = (Vec)(0x7ef311c3 - (IVec)x);
   r = r + r * (1.f - x * r);
   r = r + r * (1.f - x * r);
   r = r + r * (1.f - x * r);
+#endif
   return r + r * (1.f - x * r);
 }
 
