@@ -11,8 +11,10 @@ from typing import Any, Protocol, TextIO
 import mindspore as ms
 from mindformers.utils.tensorboard import get_tensorboard_writer
 
-from kcp.digest import check_same_on_all_ranks, digests
+from kcp.config_checks import COLUMNS
 from kcp.outputs import writing
+from kcp.parallel.agreement import check_agreement, describe_array
+from kcp.parallel.group import CpGroup
 
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss.png"
@@ -87,15 +89,16 @@ class KcpMonitor(ms.Callback):
         output_dir: Folder of ``metrics.jsonl`` and ``loss.png``; made if missing. Rank 0 alone writes.
         tokens_per_step: Tokens of a step over all ranks, for tokens per second.
         rank: This process's rank.
-        world_size: Number of ranks; with more than one their digests are compared before the first step.
-        config: The run's configuration in plain dicts, for the digest.
+        world_size: Number of ranks; with more than one they must agree about parameters and, at the first step, about the batch.
+        group: Ranks that read the same samples; None with one rank.
+        seq_length: Tokens that a whole sample must have.
         stop_step: Step after which training stops; 0 for the end of the data.
         stream: Where progress is printed.
         gauges: What else is measured.
         resumed: Step and counters of the checkpoint that the run continues; its earlier metrics stay, later ones go.
 
     Raises:
-        RankMismatchError: Before the first step, if the ranks differ.
+        RankMismatchError: Before the first step, on every rank, if the ranks differ.
         DivergedError: After ``max_skipped_steps`` of the wrapper in a row without finite gradients.
     """
 
@@ -105,7 +108,8 @@ class KcpMonitor(ms.Callback):
         tokens_per_step: int,
         rank: int = 0,
         world_size: int = 1,
-        config: Any = None,
+        group: CpGroup | None = None,
+        seq_length: int = 0,
         stop_step: int = 0,
         stream: TextIO | None = None,
         gauges: Sequence[Gauge] = (),
@@ -116,7 +120,8 @@ class KcpMonitor(ms.Callback):
         self.tokens_per_step = tokens_per_step
         self.rank = rank
         self.world_size = world_size
-        self.config = config
+        self.group = group
+        self.seq_length = seq_length
         self.stop_step = stop_step
         self.stream = stream or sys.stdout
         self.gauges = gauges
@@ -134,8 +139,7 @@ class KcpMonitor(ms.Callback):
         """Compare the ranks, count the steps, start the metrics file."""
         params = run_context.original_args()
         if self.world_size > 1:
-            network = params.train_network
-            check_same_on_all_ranks(digests(self.config, network.get_parameters()))
+            check_agreement(self.group, parameters=params.train_network.get_parameters())
         for gauge in self.gauges:
             gauge.begin(params)
         self.total = params.epoch_num * params.batch_num
@@ -151,8 +155,21 @@ class KcpMonitor(ms.Callback):
                 self.say(f"kcp: resumed after step {self.step}")
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        """Start the step's clock."""
+        """Compare the first batch, start the step's clock."""
+        batch = run_context.original_args().train_dataset_element if self.step == self.first_step and self.world_size > 1 else None
+        if batch is not None:
+            self._check_batch(batch)
         self._step_begin = time.perf_counter()
+
+    def _check_batch(self, batch: Sequence[Any]) -> None:
+        """All ranks of a group must hold the same whole samples; each takes its slice in the model."""
+        columns = dict(zip(COLUMNS, batch, strict=True))
+        length, refusals = columns["input_ids"].shape[1], []
+        if length != self.seq_length:
+            refusals.append(f"samples have {length} tokens; allowed: seq_length={self.seq_length}, whole samples that the model slices")
+        boundaries = columns.pop("cu_seqlens")
+        samples = {name: describe_array(column) for name, column in columns.items()}
+        check_agreement(self.group, in_group={"samples": samples}, cu_seqlens=boundaries, num_tokens=self.seq_length, refusals=refusals)
 
     def on_train_step_end(self, run_context: Any) -> None:
         """Log the step; stop when it was the last one or the run has diverged."""

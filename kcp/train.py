@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command line, without the program's name; by default this process's.
 
     Returns:
-        0 when training came to its end, 2 when the configuration, weights or data can't be used (said on stderr, one line a reason).
+        0 when training came to its end, 2 when the configuration, weights or data can't be used or the ranks disagree (said on stderr,
+        one line a reason).
 
     Raises:
         Exception: Whatever ended the training. The process must then end without waiting for its peers.
@@ -60,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(f"kcp: error: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        if type(error).__name__ != "RankMismatchError":  # known once MindSpore is loaded
+            raise
+        print(f"kcp: error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -68,14 +74,16 @@ def run_worker(arguments: Sequence[str] | None = None) -> None:
     try:
         code = main(arguments)
     except Exception as error:
-        if type(error).__name__ in ("RankMismatchError", "DivergedError", "OutputError"):
+        if type(error).__name__ in ("DivergedError", "OutputError"):
             print(f"kcp: error: {error}", file=sys.stderr)
         else:
             traceback.print_exception(error, file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
         # Peers may be waiting in a collective that never comes, and an orderly shutdown would wait for them.
-        os._exit(1)
+        os._exit(code)
     sys.exit(code)
 
 
@@ -92,7 +100,7 @@ def train(
         resume: Checkpoint to continue from: its folder, a run's output folder, or "" for this run's own newest one.
 
     Raises:
-        RankMismatchError: The ranks do not run the same configuration, versions or initial parameters.
+        RankMismatchError: The ranks do not run the same configuration, versions, initial parameters or first batch.
         DivergedError: Gradients stayed without finite values.
         OutputError: A file of the output folder can't be written.
         CheckpointError: ``load_checkpoint`` does not hold the model's tensors, the checkpoint to resume from can't be used, or one
@@ -144,17 +152,24 @@ def _train(
     import kcp.trainer  # noqa: F401  registers the trainer
     from kcp.checkpoint_callbacks import CheckpointLoader, CheckpointWriter, WeightLoader
     from kcp.monitor import KcpMonitor
+    from kcp.parallel import check_agreement
+    from kcp.parallel.subgroups import context_parallel_group
 
     config = mindformers_config(run, folder, mode, steps, checkpoint)
     stop_step = config.runner_config.stop_step or 0
     shared = {key: value for key, value in run.raw.items() if key != "output_dir"}
     build_context(config)
+    # Before anything that ranks with different configurations would do differently.
+    running = {"file": shared, "mode": config.context.mode, "stop_step": stop_step, "resumes": checkpoint and checkpoint.step}
+    check_agreement(shared={"configuration": running})
+    group = context_parallel_group(run.parallel.context_parallel)
     monitor = KcpMonitor(
         folder,
         tokens_per_step=samples_per_step(run) * run.model.seq_length,
         rank=get_rank() if GlobalComm.INITED else 0,
         world_size=run.world_size,
-        config={"file": shared, "mode": config.context.mode, "stop_step": stop_step},
+        group=group,
+        seq_length=run.model.seq_length,
         stop_step=stop_step,
         stream=progress,
         gauges=gauges_of(run, config),

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kcp.parallel.agreement import RankMismatchError, check_agreement
     from kcp.parallel.group import CpGroup
     from kcp.parallel.halo import Halo
     from kcp.parallel.hybrid import Hybrid
@@ -13,7 +14,19 @@ if TYPE_CHECKING:
     from kcp.parallel.traffic import Traffic
     from kcp.parallel.ulysses import ContextParallel, Ulysses
 
-__all__ = ["ContextParallel", "CpGroup", "Halo", "Hybrid", "PtpChain", "PtpTree", "StateScan", "Traffic", "Ulysses"]
+__all__ = [
+    "ContextParallel",
+    "CpGroup",
+    "Halo",
+    "Hybrid",
+    "PtpChain",
+    "PtpTree",
+    "RankMismatchError",
+    "StateScan",
+    "Traffic",
+    "Ulysses",
+    "check_agreement",
+]
 
 _HOMES = {
     "ContextParallel": "ulysses",
@@ -22,9 +35,11 @@ _HOMES = {
     "Hybrid": "hybrid",
     "PtpChain": "ptp_chain",
     "PtpTree": "ptp_tree",
+    "RankMismatchError": "agreement",
     "StateScan": "state_scan",
     "Traffic": "traffic",
     "Ulysses": "ulysses",
+    "check_agreement": "agreement",
 }
 
 

@@ -48,7 +48,8 @@ class Traffic:
     """A record of exchanges by purpose.
 
     Purposes: ``state`` (states and summaries between ranks), ``heads`` (Ulysses), ``halo``, ``tokens`` (a sequence gathered whole),
-    ``final_state`` (and its gradient), ``dh0`` (the initial state's gradient), ``parameter`` (gradients of a_log and dt_bias).
+    ``final_state`` (and its gradient), ``dh0`` (the initial state's gradient), ``parameter`` (gradients of
+    a_log and dt_bias; in lockstep also what the ranks compare).
     """
 
     def __init__(self):

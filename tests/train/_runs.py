@@ -142,11 +142,11 @@ def prepare(folder: Path, *, cp=1, callbacks=(), changes=None, samples=13, **opt
     return path
 
 
-def begin(path: Path, steps: int, *arguments) -> subprocess.Popen:
-    """Start ``kcp train`` on a run file."""
+def begin(path: Path, steps: int, *arguments, output=subprocess.PIPE) -> subprocess.Popen:
+    """Start ``kcp train`` on a run file, its progress into ``output``."""
     command = [sys.executable, "-m", "kcp.cli", "train", str(path), "--steps", str(steps), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    return subprocess.Popen(command, env=environment, cwd=path.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment, cwd=path.parent, stdout=output, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen, code: int = 0, timeout: float = 800) -> str:

@@ -1,7 +1,8 @@
-"""Worker of test_train_step: the one-step cell and the digests on two ranks; prints ``RESULT {...}``, JSON."""
+"""Worker of test_train_step: the one-step cell and what two ranks disagree about; prints ``RESULT {...}``, JSON."""
 
 import hashlib
 import json
+import os
 
 import mindspore as ms
 import numpy as np
@@ -14,7 +15,8 @@ init()
 
 from mindformers.core.optim import AdamW  # noqa: E402
 
-from kcp.digest import RankMismatchError, check_same_on_all_ranks, digests  # noqa: E402
+import kcp  # noqa: E402
+from kcp.parallel import CpGroup, RankMismatchError, check_agreement  # noqa: E402
 from kcp.train_step import KcpTrainOneStepCell  # noqa: E402
 
 RANK = get_rank()
@@ -116,27 +118,53 @@ def run_faults(mode) -> list:
     return history
 
 
-def mismatch(config: dict, parameters: list) -> str:
+def mismatch(group=None, **values) -> str:
     try:
-        check_same_on_all_ranks(digests(config, parameters))
+        check_agreement(group, **values)
     except RankMismatchError as error:
         return str(error)
     return ""
+
+
+def other_version() -> str:
+    own = kcp.__version__
+    kcp.__version__ = own if RANK == 0 else "0.0.1"
+    try:
+        return mismatch()
+    finally:
+        kcp.__version__ = own
+
+
+def other_rank_id() -> str:
+    own = os.environ["RANK_ID"]
+    os.environ["RANK_ID"] = str(1 - RANK)
+    try:
+        return mismatch()
+    finally:
+        os.environ["RANK_ID"] = own
 
 
 def parameter(value: float) -> ms.Parameter:
     return ms.Parameter(Tensor(np.full(3, value, np.float32)), name="p")
 
 
+WORLD = CpGroup.world()
 same, nearly = parameter(1.0), parameter(1.0 + RANK * 2.0**-23)
 result = {
     "pynative": run(ms.PYNATIVE_MODE),
     "graph": run(ms.GRAPH_MODE),
     "faults_pynative": run_faults(ms.PYNATIVE_MODE),
     "faults_graph": run_faults(ms.GRAPH_MODE),
-    "same": mismatch({"a": 1}, [same]),
-    "configuration": mismatch({"a": RANK}, [same]),
-    "parameters": mismatch({"a": 1}, [nearly]),
+    "same": mismatch(WORLD, shared={"a": 1}, parameters=[same], cu_seqlens=[0, 3, 8], local_tokens=4, num_tokens=8, slice_begin=4 * RANK),
+    "configuration": mismatch(shared={"configuration": {"a": RANK, "b": 1}}),
+    "parameters": mismatch(parameters=[nearly]),
+    "boundaries": mismatch(WORLD, cu_seqlens=Tensor([0, 3 + RANK, 8], ms.int32), local_tokens=4, num_tokens=8),
+    "versions": other_version(),
+    "rank order": mismatch(CpGroup(1 - RANK, 2)),
+    "RANK_ID": other_rank_id(),
+    "slice_lengths": mismatch(CpGroup.world((4, 4) if RANK == 0 else (3, 5)), num_tokens=8),
+    "unsliced": mismatch(WORLD, local_tokens=4 if RANK == 0 else 8, num_tokens=8),
+    "alone": mismatch(WORLD if RANK == 0 else CpGroup.single()),
     "total": float(ops.AllReduce()(Tensor([1.0], ms.float32))[0]),
 }
 print("RESULT " + json.dumps(result), flush=True)

@@ -5,6 +5,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from kcp.monitor import DivergedError, KcpMonitor
@@ -37,6 +38,14 @@ def play(monitor, run, steps):
         run.params.net_outputs = (loss, skipped, 1.0, 1e-3, math.nan if skipped else 0.5)
         monitor.on_train_step_end(run)
     monitor.on_train_end(run)
+
+
+def test_samples_that_are_not_whole_are_refused_at_the_first_step(tmp_path):
+    monitor, run = KcpMonitor(tmp_path, tokens_per_step=160, world_size=2, seq_length=80), Run()
+    tokens = np.zeros((2, 40), np.int32)
+    run.params.train_dataset_element = (tokens, tokens, tokens, np.array([[0, 40], [0, 40]], np.int32))
+    with pytest.raises(ValueError, match="rank 0: samples have 40 tokens; allowed: seq_length=80"):
+        monitor.on_train_step_begin(run)
 
 
 def records(folder):

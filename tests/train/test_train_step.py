@@ -1,12 +1,15 @@
-"""The one-step cell on two ranks against NumPy, its finite check, its options; the digest comparison."""
+"""The one-step cell on two ranks against NumPy, its finite check, its options; disagreeing ranks."""
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from _msrun import run_workers
+
+from kcp import __version__
 
 pytestmark = pytest.mark.fast
 WORKER = Path(__file__).with_name("_step_worker.py")
@@ -119,12 +122,25 @@ def test_parameters_keep_the_names_of_the_network(results):
     assert results[0]["graph"]["parameters"] == ["w"]
 
 
-def test_digest_difference_is_refused_on_every_rank_with_both_values(results):
-    for key, what in (("configuration", "configuration"), ("parameters", "initial parameters")):
-        messages = [result[key] for result in results]
-        assert messages[0] == messages[1]
-        first, last = messages[0].split(": rank 0 has ")[1].split(", rank 1 has ")
-        assert messages[0].startswith(f"{what} differ") and first != last and len(first) == len(last) == 32
+DISAGREEMENTS = {
+    "configuration": "configuration.a: rank 0 has 0, rank 1 has 1",
+    "parameters": r"parameters.p: rank 0 has float32 \[3\] that begins 1 1 1 \(sha256 \w{16}\), "
+    r"rank 1 has float32 \[3\] that begins 1.00000012 1.00000012 1.00000012 \(sha256 \w{16}\)",
+    "boundaries": r"cu_seqlens: rank 0 has \[0, 3, 8\], rank 1 has \[0, 4, 8\]",
+    "versions": f"versions.kcp: rank 0 has {re.escape(__version__)}, rank 1 has 0.0.1",
+    "rank order": "rank 0: CpGroup has rank 1 of 2, its place in the group is 0; .*; rank 1: CpGroup has rank 0 of 2, .* is 1; .*",
+    "RANK_ID": "rank 0: RANK_ID is 1, its rank in the launch is 0; .*; rank 1: RANK_ID is 0, its rank in the launch is 1; .*",
+    "slice_lengths": r"slice_lengths: rank 0 has \[4, 4\], rank 1 has \[3, 5\]",
+    "unsliced": "rank 1: 8 tokens of 8; allowed: 4, the slice of this rank: the sequence is not sliced; local_tokens: .* 4, rank 1 has 8",
+    "alone": r"group's ranks: rank 0 has \[0, 1\], rank 1 has \[1\]; .*",
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_disagreeing_ranks_are_refused_on_every_rank_with_both_values(results, what):
+    messages = [result[what] for result in results]
+    assert messages[0] == messages[1]
+    assert re.fullmatch("ranks disagree: " + DISAGREEMENTS[what], messages[0]), messages[0]
 
 
 def test_equal_ranks_pass_and_collectives_still_match(results):

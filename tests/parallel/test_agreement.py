@@ -1,0 +1,182 @@
+"""What ranks must agree on: each kind of disagreement is refused on every rank, with the values; agreement costs one exchange."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+from kcp.layers import KdaCore, KdaCoreConfig
+from kcp.parallel import CpGroup, RankMismatchError, check_agreement
+from kcp.parallel.agreement import Report, disagreements
+from kcp.parallel.lockstep import run
+
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("cpu_device")]
+
+
+def said(size, arguments, slice_lengths=None):
+    """What each rank of a lockstep run is told; ``arguments(group)`` gives a group and the keywords of check_agreement."""
+
+    def rank_function(group):
+        mine, keywords = arguments(group)
+        try:
+            check_agreement(mine, **keywords)
+        except RankMismatchError as error:
+            return str(error)
+        return ""
+
+    return run(size, rank_function, slice_lengths)
+
+
+def odd(group, value, other):
+    """``value``, but ``other`` on the third rank."""
+    return other if group.rank == 2 else value
+
+
+def parameter(seed):
+    return ms.Parameter(Tensor(np.random.default_rng(seed).normal(size=5).astype(np.float32)), name="A_log")
+
+
+def moved(group, rank):
+    return CpGroup(rank, group.size, group.slice_lengths, group.collectives)
+
+
+def sliced(group, lengths):
+    return CpGroup(group.rank, group.size, lengths, group.collectives)
+
+
+CASES = {
+    "nested configuration": (
+        lambda g: (g, {"shared": {"configuration": {"optimizer": {"lr": odd(g, 1e-3, 2e-3), "eps": 1e-8}, "steps": 5}}}),
+        "configuration.optimizer.lr: ranks 0, 1, 3 have 0.001, rank 2 has 0.002",
+    ),
+    "a key that one rank lacks": (
+        lambda g: (g, {"shared": {"configuration": odd(g, {"seed": 1}, {})}}),
+        "configuration.seed: ranks 0, 1, 3 have 1, rank 2 has nothing",
+    ),
+    "seed of a replicated parameter": (
+        lambda g: (g, {"parameters": [parameter(odd(g, 1, 2))]}),
+        "parameters.A_log: ranks 0, 1, 3 have float32 [5] that begins 0.345584184 0.82161814 0.330437064 (sha256 ",
+    ),
+    "boundaries": (
+        lambda g: (g, {"cu_seqlens": odd(g, (0, 3, 16), (0, 5, 16)), "local_tokens": 4}),
+        "cu_seqlens: ranks 0, 1, 3 have [0, 3, 16], rank 2 has [0, 5, 16]",
+    ),
+    "one of many boundaries": (
+        lambda g: (g, {"cu_seqlens": Tensor([[*range(100), odd(g, 100, 101), 400]], ms.int32), "num_tokens": 400}),
+        "cu_seqlens[0][100]: ranks 0, 1, 3 have 100, rank 2 has 101",
+    ),
+    "tokens of equal slices": (
+        lambda g: (g, {"local_tokens": odd(g, 4, 5)}),
+        "local_tokens: ranks 0, 1, 3 have 4, rank 2 has 5",
+    ),
+    "configured tokens": (
+        lambda g: (g, {"num_tokens": odd(g, 16, 20)}),
+        "num_tokens: ranks 0, 1, 3 have 16, rank 2 has 20",
+    ),
+    "slice lengths": (
+        lambda g: (sliced(g, odd(g, (4, 4, 4, 4), (4, 4, 8, 0))), {}),
+        "slice_lengths: ranks 0, 1, 3 have [4, 4, 4, 4], rank 2 has [4, 4, 8, 0]",
+    ),
+    "slice lengths and length": (
+        lambda g: (sliced(g, (4, 4, 4, 3)), {"num_tokens": 16}),
+        "rank 0: slice_lengths (4, 4, 4, 3) add up to 15; allowed: num_tokens=16",
+    ),
+    "ranks that changed places": (
+        lambda g: (moved(g, (0, 2, 1, 3)[g.rank]), {}),
+        "rank 1: CpGroup has rank 2 of 4, its place in the group is 1; allowed: rank order = slice order; rank 2: CpGroup has rank 1 of 4",
+    ),
+    "slices that changed places": (
+        lambda g: (g, {"local_tokens": 4, "slice_begin": 4 * (0, 1, 3, 2)[g.rank]}),
+        "rank 2: its slice begins at 12; allowed: 8, rank order = slice order; rank 3: its slice begins at 8; allowed: 12",
+    ),
+    "what one rank refuses by itself": (
+        lambda g: (g, {"refusals": odd(g, [], ["the text is empty"])}),
+        "rank 2: the text is empty",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_refuses_with_the_values(case):
+    arguments, message = CASES[case]
+    told = said(4, arguments)
+    assert told[0].startswith("ranks disagree: " + message), told[0]
+    assert told == [told[0]] * 4 and "\n" not in told[0]
+
+
+def test_agreement_passes_with_one_small_exchange():
+    def rank_function(group):
+        check_agreement(
+            group,
+            shared={"configuration": {"lr": 1e-3, "names": ["a", "b"]}},
+            parameters=[parameter(1)],
+            cu_seqlens=[[0, 4, 14], [0, 14, 14]],
+            local_tokens=group.slice_lengths[group.rank],
+            num_tokens=14,
+            slice_begin=(0, 5, 5, 9)[group.rank],
+        )
+        return group.traffic.read()["parameter"]
+
+    for received in run(4, rank_function, (5, 0, 4, 5)):
+        assert (received.exchanges, received.logical) == (1, 3 * 68 * 4)
+
+
+def test_one_rank_needs_no_exchange_but_is_checked():
+    check_agreement(CpGroup.single(), cu_seqlens=(0, 5), local_tokens=5, num_tokens=5)
+    check_agreement()
+    with pytest.raises(RankMismatchError, match="rank 0: 4 tokens of 5; allowed: 5"):
+        check_agreement(CpGroup.single(), local_tokens=4, num_tokens=5)
+
+
+def test_values_of_a_group_are_compared_within_it():
+    reports = [Report(rank, (0, 1) if rank < 2 else (2, 3), {"seed": 1}, {"cu_seqlens": [0, rank // 2]}) for rank in range(4)]
+    assert disagreements(reports) == []
+    strided = [Report(rank, (rank % 2, rank % 2 + 2), {}, {"cu_seqlens": [0, rank]}) for rank in range(4)]
+    assert disagreements(strided) == [
+        "cu_seqlens: rank 0 has [0, 0], rank 2 has [0, 2]",
+        "cu_seqlens: rank 1 has [0, 1], rank 3 has [0, 3]",
+    ]
+
+
+def test_a_long_list_of_differences_is_cut():
+    told = said(2, lambda g: (g, {"shared": {f"key{n}": g.rank for n in range(9)}}))
+    assert told[0].count("rank 1 has 1") == 6 and told[0].endswith("; and 3 more")
+
+
+def call(core, tokens, **options):
+    shape = (1, tokens, core.config.num_heads)
+    wide = [Tensor(np.zeros((*shape, core.config.head_dim), np.float32)) for _ in range(4)]
+    return core(*wide, Tensor(np.zeros(shape, np.float32)), **options)
+
+
+def core_of(group):
+    return KdaCore(KdaCoreConfig(num_heads=2, head_dim=8, strategy="state_scan", use_gate_in_kernel=False), group)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("form", ["host", "tensor"])
+def test_reported_fault_24(size, form):
+    """Boundaries in local positions: refused by the core as it is called, and by the check before a graph hides their values."""
+    whole = 8 * size
+    local = (0, 3, 8)
+    boundaries = local if form == "host" else Tensor(local, ms.int32)
+    for rank in range(size):
+        with pytest.raises(ValueError, match=f"cu_seqlens.*8.*allowed.*{whole}"):
+            call(core_of(CpGroup(rank, size)), 8, cu_seqlens=boundaries)
+    told = said(size, lambda g: (g, {"cu_seqlens": boundaries, "local_tokens": 8}))
+    wanted = f"rank 0: cu_seqlens ends at 8; allowed: {whole}, boundaries are global positions of the whole sequence"
+    assert told == [told[0]] * size and wanted in told[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_reported_fault_34(size):
+    """An unsliced sequence: the token count against the slice lengths, the boundaries, or the configured length."""
+    whole = 8 * size
+    for rank in range(size):
+        with pytest.raises(ValueError, match=f"query has {whole} tokens; allowed: 8, the slice of rank {rank}"):
+            call(core_of(CpGroup(rank, size, (8,) * size)), whole)
+        with pytest.raises(ValueError, match=f"cu_seqlens.*{whole}.*allowed.*{whole * size}"):
+            call(core_of(CpGroup(rank, size)), whole, cu_seqlens=(0, 3, whole))
+    told = said(size, lambda g: (g, {"local_tokens": whole if g.rank == size - 1 else 8, "num_tokens": whole}))
+    wanted = f"rank {size - 1}: {whole} tokens of {whole}; allowed: 8, the slice of this rank: the sequence is not sliced"
+    assert told == [told[0]] * size and wanted in told[0]
