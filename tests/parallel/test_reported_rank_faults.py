@@ -58,7 +58,7 @@ def test_reported_fault_01(strategy):
     _run(problem)
 
 
-@pytest.mark.parametrize("lengths", [(257, 256, 256, 256), (1, 1, 1, 0)], ids=str)
+@pytest.mark.parametrize("lengths", [pytest.param((257, 256, 256, 256), marks=pytest.mark.ci), (1, 1, 1, 0)], ids=str)
 def test_reported_fault_02(lengths):
     """T = 1025 and T = 3 on four ranks: unequal slices are right, equal ones refused."""
     for strategy in STRATEGIES:
@@ -142,6 +142,7 @@ def test_reported_fault_26(tmp_path):
     assert {"A_log", "dt_bias"} <= {name.split(".")[-1] for name in theirs}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("reduced_by", ["trainer", "kcp"])
 def test_reported_fault_32(strategy, reduced_by):
