@@ -14,6 +14,7 @@ writes for all and every rank reads.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -32,6 +33,7 @@ from safetensors.numpy import save_file
 from kcp.hf.convert import MODEL_CONFIG
 from kcp.hf.errors import CheckpointError
 from kcp.hf.tensors import INDEX
+from kcp.outputs import reason_of
 
 if TYPE_CHECKING:
     from kcp.config import RunConfig
@@ -165,19 +167,32 @@ def write_checkpoint(
     """
     final = folder / name_of(state["step"])
     new, old = folder / f".{final.name}.new", folder / f".{final.name}.old"
+    index = {"metadata": {"total_size": sum(a.nbytes for a in model.values())}, "weight_map": dict.fromkeys(sorted(model), MODEL)}
+    needed = sum(array.nbytes for array in (*model.values(), *optimizer.values()))
+    at = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(new, ignore_errors=True)
+        if needed > shutil.disk_usage(folder).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         new.mkdir()
-        save_file(dict(model), str(new / MODEL), {"format": "pt"})
-        save_file(dict(optimizer), str(new / OPTIMIZER))
-        index = {"metadata": {"total_size": sum(a.nbytes for a in model.values())}, "weight_map": dict.fromkeys(sorted(model), MODEL)}
-        (new / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-        (new / MODEL_CONFIG).write_text(yaml.safe_dump({"model": {"model_config": dict(model_config)}}), encoding="utf-8")
-        files = {name: {"bytes": (new / name).stat().st_size, "sha256": _digest_of_file(new / name)} for name in FILES}
-        (new / STATE).write_text(json.dumps(_sealed({"format": FORMAT, **state, "files": files})) + "\n", encoding="utf-8")
+        contents = {
+            MODEL: lambda path: save_file(dict(model), str(path), {"format": "pt"}),
+            OPTIMIZER: lambda path: save_file(dict(optimizer), str(path)),
+            INDEX: lambda path: path.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8"),
+            MODEL_CONFIG: lambda path: path.write_text(yaml.safe_dump({"model": {"model_config": dict(model_config)}}), encoding="utf-8"),
+        }
+        files = {}
+        for name, write in contents.items():
+            at = new / name
+            write(at)
+            files[name] = {"bytes": at.stat().st_size, "sha256": _digest_of_file(at)}
+        at = new / STATE
+        at.write_text(json.dumps(_sealed({"format": FORMAT, **state, "files": files})) + "\n", encoding="utf-8")
         for name in (*FILES, STATE):
-            _flush(new / name)
+            at = new / name
+            _flush(at)
+        at = final
         _flush(new)
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
@@ -186,8 +201,12 @@ def write_checkpoint(
         _flush(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(new, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:160]
-        raise CheckpointError([f"{final}: the checkpoint can't be written: {reason}"]) from None
+        if old.exists() and not final.exists():
+            old.rename(final)
+        file = f"{at.name}, " if at.parent == new else ""
+        raise CheckpointError(
+            [f"{final}: the checkpoint can't be written: {file}{needed} bytes in all: {reason_of(error, folder)}"]
+        ) from None
     shutil.rmtree(old, ignore_errors=True)
     for path in checkpoints_in(folder)[:-keep_last] if keep_last else ():
         _remove(path)
@@ -261,9 +280,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
+        if path.is_symlink():
+            raise CheckpointError([f"{path}: a link, a file of this folder is needed"])
         if path.stat().st_size > _MAX_STATE_BYTES:
             raise CheckpointError([f"{path}: {path.stat().st_size} bytes, a checkpoint's state has at most {_MAX_STATE_BYTES}"])
         content = json.loads(path.read_text(encoding="utf-8"))
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError([f"{path}: can't be read: {error.strerror}"]) from None
     except (ValueError, RecursionError):

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -154,6 +155,8 @@ def _train(options: argparse.Namespace) -> int:
     from kcp.hf.errors import CheckpointError
     from kcp.launch import LaunchError, LaunchOptions
     from kcp.launch_restart import launch_with_restarts
+    from kcp.memory import memory_of, memory_problem
+    from kcp.train import MODES
     from kcp.weights import weights_of_run
 
     try:
@@ -161,6 +164,10 @@ def _train(options: argparse.Namespace) -> int:
         if run.data.dataset_dir:
             check_sources(run.data.dataset_dir)
         weights_of_run(run)
+        if options.mode:
+            run = replace(run, training=replace(run.training, mode=MODES[options.mode]))
+        if run.memory.check and (problem := memory_problem(run, options.local_worker_num or run.world_size, memory_of(run))):
+            return refuse(problem)
         output_dir = Path(options.output_dir or run.training.output_dir)
         launch_options = LaunchOptions(
             workers=run.world_size,

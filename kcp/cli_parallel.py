@@ -25,7 +25,8 @@ columns, for one rank:
   speedup     against one device
 
 Projections, ShortConv, attention and MLP layers cost every strategy the same and
-are left out. CPU numbers are measured defaults; for NPUs give your own.
+are left out. Runs on the CPU: below the table the memory of the whole model, and
+whether this machine has it. CPU numbers are measured defaults; for NPUs give your own.
 
 examples:
   kcp plan configs/tiny_cp2.yaml
@@ -105,6 +106,8 @@ def run_plan(options: argparse.Namespace) -> int:
     except ValueError as error:
         return refuse(str(error))
     print(plan_text(sizes, machine, run.model.kda_cp_strategy))
+    if run.training.device_target == "CPU":
+        print("\n" + memory_text(run, sizes.ranks))
     return 0
 
 
@@ -170,6 +173,18 @@ def plan_text(sizes, machine, configured: str) -> str:
         )
     lines += ["", f"auto takes {choose(s, machine).strategy}; kda_cp_strategy is {configured}"]
     return "\n".join(lines)
+
+
+def memory_text(run, ranks: int) -> str:
+    """What ``kcp plan`` says about the memory of a run over ``ranks`` context parallel ranks."""
+    from kcp.memory import FACTOR, GIB, estimate_memory, memory_of, memory_problem
+
+    run = replace(run, parallel=replace(run.parallel, context_parallel=ranks))
+    needed = estimate_memory(run)
+    parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in vars(needed).items())
+    line = f"memory of a worker at a step's peak, GiB: {needed.total / GIB:.2f} ({parts}), within a factor of {FACTOR:g}"
+    problem = memory_problem(run, run.world_size, memory_of(run))
+    return line if problem is None else f"{line}\nthis machine alone can't run it: {problem}"
 
 
 def run_simulate(options: argparse.Namespace) -> int:

@@ -17,19 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kcp import config_checks
 from kcp.config_checks import LOADER, MEGATRON, OWN_LOADERS, RECALL
-from kcp.config_fields import Problems, Section, nearest, show
-from kcp.config_run import CheckpointOptions, EvaluationOptions, HealthOptions, callback_options, evaluation_options
+from kcp.config_fields import ConfigError, Problems, Section, nearest
+from kcp.config_run import CheckpointOptions, EvaluationOptions, HealthOptions, MemoryOptions, callback_options, evaluation_options
+from kcp.config_yaml import read_yaml
 
 STRATEGIES = ("none", "ulysses", "state_scan", "ptp_chain", "ptp_tree", "hybrid", "auto")
 MLA_STRATEGIES = ("none", "ulysses", "latent_gather")
 DEVICES = ("CPU", "Ascend")
 DTYPES = ("float32", "float16", "bfloat16")
 CHUNK_SIZES = (16, 32, 64)
-MAX_FILE_BYTES = 1 << 20
+MAX_LAYERS = 10_000
 
 _TOP_LEVEL = (
     "seed output_dir run_mode use_parallel use_legacy use_legacy_format resume_training print_separate_loss "
@@ -51,14 +50,6 @@ _LAYER_SIZES = (
     "num_expert_group topk_group"
 ).split()
 _RUNNER_CONFIG = "batch_size epochs sink_mode sink_size gradient_accumulation_steps num_classes stop_step".split()
-
-
-class ConfigError(ValueError):
-    """The configuration can't be run. ``problems`` holds one line for each reason."""
-
-    def __init__(self, problems: list[str] | tuple[str, ...]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
 
 
 @dataclass(frozen=True)
@@ -168,6 +159,7 @@ class RunConfig:
     training: TrainingOptions
     checkpoint: CheckpointOptions = CheckpointOptions()
     health: HealthOptions = HealthOptions()
+    memory: MemoryOptions = MemoryOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
     raw: Mapping[str, Any] = field(repr=False, default_factory=dict)
 
@@ -198,7 +190,7 @@ def load_run_config(path: str | Path, world_size: int | None = None) -> RunConfi
     path = Path(path)
     problems = Problems()
     top = Section(read_yaml(path), "", problems)
-    checkpoint, health = callback_options(top)
+    checkpoint, health, memory = callback_options(top)
     run = RunConfig(
         path=path,
         model=model_options(top.section("model").section("model_config")),
@@ -207,6 +199,7 @@ def load_run_config(path: str | Path, world_size: int | None = None) -> RunConfi
         training=_training(top),
         checkpoint=checkpoint,
         health=health,
+        memory=memory,
         evaluation=evaluation_options(top),
         raw=top.raw,
     )
@@ -220,40 +213,6 @@ def load_run_config(path: str | Path, world_size: int | None = None) -> RunConfi
     return run
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Parse a YAML mapping safely.
-
-    Raises:
-        ConfigError: one line when the file is missing, too large, not text, not YAML or not a mapping.
-    """
-    try:
-        if path.is_dir():
-            raise ConfigError([f"{path}: is a folder, a YAML file is needed"])
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ConfigError([f"{path}: {size} bytes, a configuration has at most {MAX_FILE_BYTES}"])
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file"]) from None
-    except OSError as error:
-        raise ConfigError([f"{path}: can't be read: {error.strerror}"]) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: not UTF-8 text (byte {error.start})"]) from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError([f"{path}: not valid YAML{_position(error)}"]) from None
-    except ValueError as error:
-        raise ConfigError([f"{path}: not valid YAML: {error}"]) from None
-    if not isinstance(content, dict):
-        raise ConfigError([f"{path}: holds {show(content)}, a mapping of keys to values is needed"])
-    return content
-
-
-def _position(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or (" ".join(str(error).split())[:120] or "nested too deeply")
-    return f", line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else f": {problem}"
-
-
 def model_options(section: Section) -> ModelOptions:
     """Read ``model.model_config``, value by value; what is wrong goes to ``section.problems``."""
     if not section.present:
@@ -262,7 +221,7 @@ def model_options(section: Section) -> ModelOptions:
     default = ModelOptions()
     heads = section.integer("linear_num_heads", default.linear_num_heads)
     head_dim = section.integer("linear_head_dim", default.linear_head_dim, maximum=256)
-    layers = section.integer("num_hidden_layers", default.num_hidden_layers)
+    layers = section.integer("num_hidden_layers", default.num_hidden_layers, maximum=MAX_LAYERS)
     sizes = {
         "vocab_size": section.integer("vocab_size", default.vocab_size),
         "hidden_size": section.integer("hidden_size", default.hidden_size),
@@ -360,7 +319,9 @@ def _mindformers_data(kind: str, loader: Section) -> DataOptions:
         for key in ("eod_token_id", "pad_token_id"):
             loader.integer(key, -1, minimum=-1)
     else:
-        if not isinstance(loader.anything("load"), Mapping):
+        if isinstance(loader.anything("load"), Mapping):
+            config_checks.check_load(loader.section("load"))
+        else:
             loader.problems.add(loader.name("load"), loader.anything("load"), "a mapping, arguments of datasets.load_dataset, is needed")
         loader.anything("handler")
         loader.boolean("shuffle", True)

@@ -186,6 +186,15 @@ def _check_data(run: RunConfig, top: Section, problems: Problems) -> None:
         problems.add("train_dataset.input_columns", columns, f"[{', '.join(COLUMNS)}] is needed")
 
 
+def check_load(load: Section) -> None:
+    """Arguments of a Hugging Face dataset: nothing that would unpickle or run what comes with the data."""
+    if load.anything("path") == "pandas":
+        load.problems.add(load.name("path"), "pandas", "its files are pickles, which may run code; convert them to parquet or json")
+    load.choice("load_func", "load_dataset", ("load_dataset", "load_from_disk"))
+    if load.anything("trust_remote_code", False):
+        load.problems.add(load.name("trust_remote_code"), load.anything("trust_remote_code"), "only False is supported")
+
+
 def _check_device(run: RunConfig, top: Section, problems: Problems) -> None:
     training, model = run.training, run.model
     if training.parallel_mode != 0:

@@ -15,6 +15,14 @@ _MISSING = object()
 _MAX_SHOWN = 80
 
 
+class ConfigError(ValueError):
+    """The configuration can't be run. ``problems`` holds one line for each reason."""
+
+    def __init__(self, problems: list[str] | tuple[str, ...]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
 def show(value: Any) -> str:
     """One-line text of a value, shortened when it is long."""
     text = repr(value).replace("\n", " ")

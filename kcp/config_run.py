@@ -1,4 +1,4 @@
-"""Options of a run beside its model: checkpoints, health figures, evaluation. Frozen dataclasses; ``kcp.config`` reads them.
+"""Options of a run beside its model: checkpoints, health figures, evaluation, memory. Frozen dataclasses; ``kcp.config`` reads them.
 
 kcp's own callbacks stand in the file's ``callbacks`` like MindFormers' own::
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from kcp.config_fields import Section, nearest
 
-CHECKPOINT, HEALTH, MONITOR = "KcpCheckpoint", "KcpHealth", "KcpMonitor"
+CHECKPOINT, HEALTH, MEMORY, MONITOR = "KcpCheckpoint", "KcpHealth", "KcpMemory", "KcpMonitor"
 TRAINER = "KcpTrainer"
-OWN_CALLBACKS = (CHECKPOINT, HEALTH, MONITOR)
+OWN_CALLBACKS = (CHECKPOINT, HEALTH, MEMORY, MONITOR)
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,19 @@ class HealthOptions:
 
 
 @dataclass(frozen=True)
+class MemoryOptions:
+    """Callback ``KcpMemory``: whether a run that would not fit is refused before it starts (:mod:`kcp.memory`).
+
+    Attributes:
+        check: compare the estimate with the memory that is available.
+        available_gib: GiB that this machine's workers may take together; 0: what the machine, or its control group, has left.
+    """
+
+    check: bool = True
+    available_gib: float = 0.0
+
+
+@dataclass(frozen=True)
 class EvaluationOptions:
     """MindFormers' ``do_eval`` and ``eval_step_interval``.
 
@@ -55,13 +68,13 @@ class EvaluationOptions:
     every_steps: int = 0
 
 
-def callback_options(top: Section) -> tuple[CheckpointOptions, HealthOptions]:
+def callback_options(top: Section) -> tuple[CheckpointOptions, HealthOptions, MemoryOptions]:
     """Read kcp's entries of ``callbacks``; what is wrong goes to ``top.problems``."""
     entries = top.anything("callbacks", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         top.problems.add("callbacks", entries, "a list of mappings with a type is needed")
-        return CheckpointOptions(), HealthOptions()
-    checkpoint, health = CheckpointOptions(), HealthOptions()
+        return CheckpointOptions(), HealthOptions(), MemoryOptions()
+    checkpoint, health, memory = CheckpointOptions(), HealthOptions(), MemoryOptions()
     for number, entry in enumerate(entries):
         section = Section(entry, f"callbacks[{number}]", top.problems)
         kind = section.anything("type", "")
@@ -75,9 +88,12 @@ def callback_options(top: Section) -> tuple[CheckpointOptions, HealthOptions]:
         elif kind == HEALTH:
             health = HealthOptions(every_steps=section.integer("every_steps", 0, minimum=0))
             section.refuse_unknown(())
+        elif kind == MEMORY:
+            memory = MemoryOptions(check=section.boolean("check", True), available_gib=section.number("available_gib", 0.0, minimum=0.0))
+            section.refuse_unknown(())
         elif kind not in OWN_CALLBACKS and (near := nearest(kind, OWN_CALLBACKS, cutoff=0.8)):
             section.problems.add(section.name("type"), kind, f"did you mean {near}?")
-    return checkpoint, health
+    return checkpoint, health, memory
 
 
 def evaluation_options(top: Section) -> EvaluationOptions:

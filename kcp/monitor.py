@@ -12,6 +12,7 @@ import mindspore as ms
 from mindformers.utils.tensorboard import get_tensorboard_writer
 
 from kcp.digest import check_same_on_all_ranks, digests
+from kcp.outputs import writing
 
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss.png"
@@ -58,8 +59,9 @@ def write_scalars(writer: Any, record: Mapping[str, Any]) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Write a file whole: a reader sees the old content or the new one."""
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
 
 
 def _duration(seconds: float) -> str:
@@ -140,7 +142,8 @@ class KcpMonitor(ms.Callback):
         if self.stop_step:
             self.total = min(self.total, self.stop_step)
         if self.rank == 0:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
+            with writing(self.output_dir):
+                self.output_dir.mkdir(parents=True, exist_ok=True)
             kept = read_metrics(self.output_dir, self.step) if self.step else []
             self.losses = [(record["step"], math.nan if record["loss"] is None else record["loss"]) for record in kept]
             replace_text(self.output_dir / METRICS_FILE, "".join(json.dumps(record) + "\n" for record in kept))
@@ -207,7 +210,8 @@ class KcpMonitor(ms.Callback):
             "skipped": skipped,
             **measured,
         }
-        with (self.output_dir / METRICS_FILE).open("a", encoding="utf-8") as file:
+        path = self.output_dir / METRICS_FILE
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         write_scalars(get_tensorboard_writer(), record)
         recent = self._steady_seconds[-20:] or [seconds]
@@ -232,5 +236,6 @@ class KcpMonitor(ms.Callback):
         axes.set_ylabel("loss (nats per token)")
         axes.grid(alpha=0.3)
         path = self.output_dir / CURVE_FILE
-        figure.savefig(path, dpi=120)
+        with writing(path):
+            figure.savefig(path, dpi=120)
         return path

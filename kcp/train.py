@@ -25,6 +25,7 @@ from kcp.config_run import OWN_CALLBACKS, TRAINER
 from kcp.data.text import DataError
 from kcp.hf.errors import CheckpointError
 from kcp.hf.tensors import StoredTensor
+from kcp.outputs import writing
 from kcp.weights import weights_of_run
 
 MODES = {"graph": 0, "pynative": 1}
@@ -67,7 +68,7 @@ def run_worker(arguments: Sequence[str] | None = None) -> None:
     try:
         code = main(arguments)
     except Exception as error:
-        if type(error).__name__ in ("RankMismatchError", "DivergedError"):
+        if type(error).__name__ in ("RankMismatchError", "DivergedError", "OutputError"):
             print(f"kcp: error: {error}", file=sys.stderr)
         else:
             traceback.print_exception(error, file=sys.stderr)
@@ -93,6 +94,7 @@ def train(
     Raises:
         RankMismatchError: The ranks do not run the same configuration, versions or initial parameters.
         DivergedError: Gradients stayed without finite values.
+        OutputError: A file of the output folder can't be written.
         CheckpointError: ``load_checkpoint`` does not hold the model's tensors, the checkpoint to resume from can't be used, or one
             can't be written.
     """
@@ -100,13 +102,18 @@ def train(
     place = resume_place(run, folder, resume)
     checkpoint = None if place is None else read_checkpoint(find_checkpoint(place))
     weights = weights_of_run(run) if checkpoint is None else None
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     os.environ["LOCAL_DEFAULT_PATH"] = str(folder)
     progress = sys.stdout
     rank = int(os.environ.get("RANK_ID", "0"))
     if rank == 0 and run.path.resolve() != folder / RUN_CONFIG:
-        shutil.copyfile(run.path, folder / RUN_CONFIG)
-    with (folder / f"mindformers_rank{rank}.log").open("w", buffering=1, encoding="utf-8") as log:
+        with writing(folder / RUN_CONFIG):
+            shutil.copyfile(run.path, folder / RUN_CONFIG)
+    log_path = folder / f"mindformers_rank{rank}.log"
+    with writing(log_path):
+        opened = log_path.open("w", buffering=1, encoding="utf-8")
+    with opened as log:
         with contextlib.redirect_stdout(log):
             _train(run, folder, mode, steps, progress, weights, checkpoint)
 

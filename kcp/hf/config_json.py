@@ -19,10 +19,12 @@ from typing import Any
 
 from kcp.config_fields import Problems, Section
 from kcp.hf.errors import CheckpointError
+from kcp.hf.links import leads_outside, outside
 
 SPELLINGS = ("transformers5", "linear_attn_config")
 MAX_JSON_BYTES = 64 << 20
 MAX_SIZE = 1 << 24
+MAX_LAYERS = 10_000
 KDA, MLA, DENSE, SPARSE = "linear_attention", "full_attention", "dense", "sparse"
 
 _LINEAR = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim", "linear_conv_kernel_dim": "short_conv_kernel_size"}
@@ -56,9 +58,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        CheckpointError: one line when the file is missing, too large, not JSON or not an object.
+        CheckpointError: one line when the file is missing, a link out of its folder, too large, not JSON or not an object.
     """
     try:
+        if leads_outside(path):
+            raise CheckpointError([outside(path)])
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError([f"{path}: more than {MAX_JSON_BYTES} bytes"])
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -94,7 +98,7 @@ def model_options_from_json(content: Mapping[str, Any]) -> tuple[dict[str, Any],
         value = section.anything(key, only)
         if value != only:
             problems.add(section.name(key), value, f"only {only!r} is supported")
-    options: dict[str, Any] = {key: _needed(section, key, MAX_SIZE) for key in _BASE_SIZES}
+    options: dict[str, Any] = {key: _needed(section, key, MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE) for key in _BASE_SIZES}
     layers = options["num_hidden_layers"]
     options |= _linear_options(section, layers)
     options["mlp_layer_types"] = _mlp_layer_types(section, layers)

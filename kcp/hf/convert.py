@@ -22,11 +22,14 @@ from typing import Any
 
 import yaml
 
-from kcp.config import ConfigError, model_options, read_yaml
+from kcp.config import ConfigError, model_options
 from kcp.config_fields import Problems, Section
+from kcp.config_yaml import read_yaml
 from kcp.hf.config_json import model_options_from_json, model_options_to_json, read_json
 from kcp.hf.errors import CheckpointError
+from kcp.hf.links import leads_outside, outside
 from kcp.hf.tensors import DTYPE_NAMES, SHARD_BYTES, StoredTensor, check_tensors, expected_shapes, scan, write_shards
+from kcp.outputs import reason_of
 
 MODEL_CONFIG = "model_config.yaml"
 _COMPANIONS = (
@@ -139,6 +142,9 @@ def _check_target(target: Path) -> None:
 
 def _write_whole(source: Path, target: Path, tensors: Mapping[str, StoredTensor], write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary folder beside ``target``, add what both sides carry, and give it its name."""
+    left = [outside(source / name) for name in _COMPANIONS if (source / name).exists() and leads_outside(source / name)]
+    if left:
+        raise CheckpointError(left)
     parent = target.absolute().parent
     needed, free = sum(tensor.num_bytes for tensor in tensors.values()), shutil.disk_usage(parent).free
     if needed > free:
@@ -155,7 +161,7 @@ def _write_whole(source: Path, target: Path, tensors: Mapping[str, StoredTensor]
             target.rmdir()
         os.replace(temporary, target)
     except OSError as error:
-        raise CheckpointError([f"{target}: can't be written: {error.strerror or error}"]) from None
+        raise CheckpointError([f"{target}: can't be written: {reason_of(error, parent)}"]) from None
     finally:
         if temporary is not None and temporary.exists():
             shutil.rmtree(temporary, ignore_errors=True)

@@ -18,11 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from kcp.hf.config_json import MLA, SPARSE, read_json
 from kcp.hf.errors import CheckpointError
+from kcp.hf.links import leads_outside, outside
 
 INDEX = "model.safetensors.index.json"
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 SHARD_BYTES = 5_000_000_000
+MAX_TENSORS = 1 << 22
 _COPY_BYTES = 4 << 20
 
 
@@ -85,8 +87,10 @@ def scan(folder: Path) -> dict[str, StoredTensor]:
     """
     if not folder.is_dir():
         raise CheckpointError([f"{folder}: no such folder"])
-    problems: list[str] = []
-    listed = _read_index(folder, problems) if (folder / INDEX).exists() else None
+    problems: list[str] = [outside(path) for path in sorted(folder.glob("*.safetensors")) if leads_outside(path)]
+    if problems:
+        raise CheckpointError(problems)
+    listed = _read_index(folder, problems) if os.path.lexists(folder / INDEX) else None
     names = sorted(set(listed.values())) if listed is not None else sorted(path.name for path in folder.glob("*.safetensors"))
     if not names and not problems:
         problems.append(f"{folder}: no *.safetensors file (pickled checkpoints are not read)")
@@ -150,7 +154,14 @@ def expected_shapes(options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
     Returns:
         Shapes by name, layer by layer.
+
+    Raises:
+        CheckpointError: there would be more than ``MAX_TENSORS``.
     """
+    experts = 3 * options["num_experts"] if SPARSE in options["mlp_layer_types"] else 0
+    if len(options["layer_types"]) * (experts + 20) > MAX_TENSORS:
+        given = f"num_hidden_layers = {len(options['layer_types'])} with num_experts = {options['num_experts']}"
+        raise CheckpointError([f"{given}: that is more than {MAX_TENSORS} tensors, the most that a checkpoint may have"])
     hidden, vocabulary = options["hidden_size"], options["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer, (kind, feed_forward) in enumerate(zip(options["layer_types"], options["mlp_layer_types"], strict=True)):

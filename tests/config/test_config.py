@@ -9,7 +9,8 @@ import pytest
 import yaml
 from hf_cases import RELEASED
 
-from kcp.config import MAX_FILE_BYTES, ConfigError, load_run_config
+from kcp.config import ConfigError, load_run_config
+from kcp.config_yaml import MAX_FILE_BYTES, read_yaml
 from kcp.hf import expected_shapes, model_options_from_json
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -290,31 +291,74 @@ def test_npu_options_are_allowed_on_ascend(load):
     assert load(changes).model.compute_dtype == "bfloat16"
 
 
+def bomb(level):
+    """Twelve levels of nine references each to the level below: 9^12 values in less than a kilobyte."""
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{n}: &a{n} " + level.format(", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 13)]
+    return "\n".join(lines).encode()
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         (b"a: [1, 2", "not valid YAML, line 1, column 9"),
-        (b"a: !!python/object/apply:os.system ['true']", "not valid YAML, line 1, column 4: could not determine"),
+        (b"a: !!python/object/apply:os.system ['touch MARKER']", "not valid YAML, line 1, column 4: could not determine"),
+        (b"a: !!python/object/new:os.system [touch MARKER]", "not valid YAML, line 1, column 4: could not determine"),
+        (b"a: !!python/name:os.system", "not valid YAML, line 1, column 4: could not determine"),
+        (b"!!python/module:os : 1", "not valid YAML, line 1, column 1: could not determine"),
+        (b"a: !own {}", "not valid YAML, line 1, column 4: could not determine a constructor for the tag '!own'"),
         (b"- 1\n- 2\n", "holds [1, 2], a mapping of keys to values is needed"),
         (b"", "holds None, a mapping of keys to values is needed"),
         (b"a: \xff", "not UTF-8 text (byte 3)"),
         (b"a: \x00", "not valid YAML"),
         (b"[" * 20_000, "not valid YAML"),
+        ("\n".join(" " * n + "a:" for n in range(66)).encode(), "not valid YAML: nested more than 64 levels deep, line 6"),
+        (bomb("[{}]"), "not valid YAML: its aliases stand for more than"),
+        (bomb("{{a: [{}]}}"), "not valid YAML: its aliases stand for more than"),
+        (bomb("{{<<: [{}]}}"), "not valid YAML: its aliases stand for more than"),
+        (b"a: &a ['" + b"x" * 100_000 + b"']\nb: [" + b"*a, " * 50 + b"*a]", "not valid YAML: its aliases stand for more than"),
+        (b"a: 1\nb: &b [1, *b]", "not valid YAML: an alias leads back to itself, line 2"),
+        (b"a: &a {b: 1, <<: *a}", "not valid YAML: an alias leads back to itself, line 1"),
+        (b"a: [1, 2, {b: c}]\n" * 60_000, f"{60_000 * 18} bytes, a configuration has at most"),
         (b"#" * (MAX_FILE_BYTES + 1), f"{MAX_FILE_BYTES + 1} bytes, a configuration has at most"),
     ],
-    ids=["open", "object", "list", "empty", "latin", "control", "deep", "large"],
 )
-def test_file_errors_are_one_line(tmp_path, content, expected):
+def test_file_errors_are_one_line(tmp_path, monkeypatch, content, expected):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as error:
         load_run_config(path)
     (line,) = error.value.problems
-    assert line.startswith(f"{path}: ") and expected in line and "\n" not in line
+    assert line.startswith(f"{path}: ") and expected in line and "\n" not in line and len(line) < 400
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.yaml"], "something in the file was run"
+
+
+def test_ordinary_aliases_are_followed(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("a: &a {x: 1, y: [2]}\nb: *a\nc: {<<: *a, x: 3}\n")
+    assert read_yaml(path) == {"a": {"x": 1, "y": [2]}, "b": {"x": 1, "y": [2]}, "c": {"x": 3, "y": [2]}}
 
 
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_run_config(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match="is a folder"):
+    with pytest.raises(ConfigError, match="is a folder") as error:
         load_run_config(tmp_path)
+    assert str(error.value) == f"{tmp_path}: is a folder, a YAML file is needed"
+    with pytest.raises(ConfigError, match="is no file"):
+        load_run_config(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize(
+    ("load_arguments", "expected"),
+    [
+        ({"path": "pandas", "data_files": "x.pkl"}, "path = 'pandas': its files are pickles"),
+        ({"load_func": "Dataset"}, "load_func = 'Dataset': one of load_dataset, load_from_disk is needed; did you mean load_dataset?"),
+        ({"trust_remote_code": True}, "trust_remote_code = True: only False is supported"),
+    ],
+)
+def test_data_that_would_run_code_is_refused(load, load_arguments, expected):
+    loader = {"type": "KcpHuggingFaceDataset", "load": {"path": "json", "data_files": "x.json"} | load_arguments}
+    (line,) = problems(load, {D: loader})
+    assert line.startswith(f"{D}.load.{expected}")

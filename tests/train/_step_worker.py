@@ -1,5 +1,6 @@
 """Worker of test_train_step: the one-step cell and the digests on two ranks; prints ``RESULT {...}``, JSON."""
 
+import hashlib
 import json
 
 import mindspore as ms
@@ -10,6 +11,8 @@ from mindspore.communication import get_rank, init
 ms.set_device("CPU")
 ms.runtime.launch_blocking()
 init()
+
+from mindformers.core.optim import AdamW  # noqa: E402
 
 from kcp.digest import RankMismatchError, check_same_on_all_ranks, digests  # noqa: E402
 from kcp.train_step import KcpTrainOneStepCell  # noqa: E402
@@ -55,6 +58,64 @@ def run(mode) -> dict:
     return {"history": history, "parameters": [parameter.name for parameter in step.weights]}
 
 
+class Poison(nn.Cell):
+    """``x``, whose gradient comes back with ``poison`` added."""
+
+    def construct(self, x, poison):
+        return x * 1.0
+
+    def bprop(self, x, poison, out, dout):
+        return dout + poison, poison * 0.0
+
+
+class PoisonedError(nn.Cell):
+    """:class:`SquaredError` with something added to the gradient, and to the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = ms.Parameter(Tensor(np.array([0.5, -1.0, 2.0], np.float32)), name="w")
+        self.poison = Poison()
+
+    def construct(self, x, y, weight, to_gradient, to_loss):
+        error = (x * self.poison(self.w, to_gradient)).sum(-1) - y
+        return (weight * error * error).sum() + to_loss, weight.sum()
+
+
+NAN, INF = float("nan"), float("inf")
+# What rank 0 and rank 1 add to their gradient's second entry, and to their loss.
+FAULTS = [
+    ((0, 0), (0, 0)),
+    ((0, NAN), (0, 0)),
+    ((INF, 0), (0, 0)),
+    ((INF, -INF), (0, 0)),
+    ((0, 0), (NAN, 0)),
+    ((0, 0), (0, -INF)),
+    ((1e30, 0), (0, 0)),
+    ((3e38, 3e38), (0, 0)),
+    ((0, 0), (0, 0)),
+]
+
+
+def run_faults(mode) -> list:
+    """``[skipped, loss, digest of every parameter's bits, w]`` after each step; optimizer AdamW."""
+    ms.set_context(mode=mode)
+    network = PoisonedError()
+    step = KcpTrainOneStepCell(network, AdamW(network.trainable_params(), learning_rate=0.1, betas=(0.9, 0.95)), use_clip_grad=False)
+    step.set_train()
+    batch = next(iter(batches()))
+    history = []
+    for gradients, losses in FAULTS:
+        to_gradient = np.array([0, gradients[RANK], 0], np.float32)
+        loss, skipped, *_ = step(*batch, Tensor(to_gradient), Tensor(losses[RANK], ms.float32))
+        state = hashlib.sha256()
+        names = []
+        for parameter in step.get_parameters():
+            names.append(parameter.name)
+            state.update(parameter.asnumpy().tobytes())
+        history.append([bool(skipped.asnumpy()), float(loss.asnumpy()), state.hexdigest(), network.w.asnumpy().tolist(), sorted(names)])
+    return history
+
+
 def mismatch(config: dict, parameters: list) -> str:
     try:
         check_same_on_all_ranks(digests(config, parameters))
@@ -71,6 +132,8 @@ same, nearly = parameter(1.0), parameter(1.0 + RANK * 2.0**-23)
 result = {
     "pynative": run(ms.PYNATIVE_MODE),
     "graph": run(ms.GRAPH_MODE),
+    "faults_pynative": run_faults(ms.PYNATIVE_MODE),
+    "faults_graph": run_faults(ms.GRAPH_MODE),
     "same": mismatch({"a": 1}, [same]),
     "configuration": mismatch({"a": RANK}, [same]),
     "parameters": mismatch({"a": 1}, [nearly]),

@@ -1,5 +1,6 @@
 """Checkpoint folders: what is written, what is kept, and that a damaged one is refused by name before anything is used."""
 
+import errno
 import json
 import os
 import resource
@@ -110,6 +111,10 @@ def test_files_of_other_folders_are_not_read(tmp_path):
     (folder / OPTIMIZER).unlink()
     (folder / OPTIMIZER).symlink_to(elsewhere)
     assert any("a link, a file of this folder is needed" in line for line in refusal(folder))
+    (folder / STATE).rename(tmp_path / "state")
+    (folder / STATE).symlink_to(tmp_path / "state")
+    assert refusal(folder) == (f"{folder / STATE}: a link, a file of this folder is needed",)
+    (tmp_path / "state").replace(folder / STATE)
     from kcp.checkpoint import _sealed
 
     content = json.loads((folder / STATE).read_text())
@@ -171,6 +176,94 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_half(tmp_path):
         signal.signal(signal.SIGXFSZ, before)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
     read_checkpoint(tmp_path / "step_00000005")
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("call", range(15))
+def test_space_that_ends_at_any_moment_leaves_the_earlier_checkpoints(tmp_path, monkeypatch, call, existing):
+    """The system refuses one write after the other; also where the step has a checkpoint, which the new one was to replace."""
+    import kcp.checkpoint as module
+
+    write(tmp_path, 5)
+    if existing:
+        write(tmp_path, 10)
+    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    calls = [0]
+
+    def failing(function):
+        def wrapped(*arguments, **options):
+            calls[0] += 1
+            if calls[0] == call + 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return function(*arguments, **options)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_file", failing(module.save_file))
+        patch.setattr(module, "_flush", failing(module._flush))
+        for name in ("mkdir", "write_text", "rename"):
+            patch.setattr(Path, name, failing(getattr(Path, name)))
+        try:
+            folder = write(tmp_path, 10)
+        except CheckpointError as error:
+            (line,) = error.problems
+            assert line.startswith(f"{tmp_path / 'step_00000010'}: the checkpoint can't be written: ")
+            assert "No space left on device, " in line and line.endswith(" bytes are free")
+        else:
+            assert calls[0] <= call, "an error of the system was lost"
+            assert folder.name == "step_00000010" and calls[0] >= 12
+    for path in checkpoints_in(tmp_path):
+        read_checkpoint(path)
+    if calls[0] > call and existing is False and not (tmp_path / "step_00000010").exists():
+        assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
+    assert {"step_00000005"} | ({"step_00000010"} if existing else set()) <= {path.name for path in checkpoints_in(tmp_path)}
+
+
+def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypatch):
+    import kcp.checkpoint as module
+
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    monkeypatch.setattr(module, "save_file", None)
+    with pytest.raises(CheckpointError, match="76 bytes in all: No space left on device, 10 bytes are free"):
+        write(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_is_full(tmp_path):
+    """A real one, of 256 KiB, where this process may mount it: the error names the file, and the earlier checkpoint stays."""
+    script = f"mount -t tmpfs -o size=256k tmpfs {tmp_path} && exec {sys.executable} -c '{FILLER}' {tmp_path}"
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("no mount of its own")
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, second, names = done.stdout.splitlines()
+    assert first.endswith("bytes are free") and "model.safetensors, " in first and "No space left on device" in first
+    assert "400004 bytes in all: No space left on device, " in second
+    assert names == "['fill', 'step_00000001']"
+
+
+FILLER = """
+import sys
+import numpy as np
+from pathlib import Path
+import kcp.checkpoint as c
+folder = Path(sys.argv[1])
+state = {"samples": 1, "data": {}, "random": {}, "counters": {}, "run": {}}
+def write(step, size):
+    try:
+        c.write_checkpoint(folder, {"w": np.zeros(size, np.float32)}, {"n": np.int32([1])}, {"step": step, **state}, {}, 0)
+    except c.CheckpointError as error:
+        print(error)
+write(1, 10_000)
+free = c.shutil.disk_usage(folder).free
+(folder / "fill").write_bytes(bytes(free - 60_000))
+write(2, 14_330)
+write(3, 100_000)
+c.read_checkpoint(folder / "step_00000001")
+print(sorted(path.name for path in folder.iterdir()))
+"""
 
 
 def test_a_place_that_is_no_folder_is_refused(tmp_path):

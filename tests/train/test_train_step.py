@@ -71,6 +71,50 @@ def test_a_nan_on_one_rank_makes_every_rank_skip_that_step_alone(results, mode):
     assert results[0][mode]["history"][2][4] == results[1][mode]["history"][2][4]
 
 
+def clean_step(w: np.ndarray) -> tuple[float, np.ndarray]:
+    """Loss and gradient of the first batch of both ranks at some parameters, in float64."""
+    total, gradient, count = 0.0, np.zeros(3), 0.0
+    for rank in range(2):
+        rng = np.random.default_rng(rank)
+        x = rng.normal(size=(4, 3)).astype(np.float32).astype(np.float64)
+        y = rng.normal(size=4).astype(np.float32).astype(np.float64)
+        weight = np.array([1, 1, 1, float(rank == 0)])
+        error = x @ w - y
+        total += (weight * error**2).sum()
+        gradient += 2 * (weight * error) @ x
+        count += weight.sum()
+    return total / count, gradient / count
+
+
+def adam(steps: int) -> tuple[list[float], np.ndarray]:
+    """Losses and parameters of so many clean steps of Adam, in float64."""
+    w, m, v, losses = np.array([0.5, -1.0, 2.0]), np.zeros(3), np.zeros(3), []
+    for step in range(1, steps + 1):
+        loss, gradient = clean_step(w)
+        losses.append(loss)
+        m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
+        w = w - RATE * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+    return losses, w
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+def test_nan_and_infinity_anywhere_leave_every_bit_of_every_rank_as_it_was(results, mode):
+    """In one gradient of one rank, of both with opposite signs, in the loss alone, in the sum or the norm by overflow: weights and
+    Adam's moments and step count are bitwise those of before, on both ranks, and the next clean step is Adam's second one."""
+    first, second = (result[f"faults_{mode}"] for result in results)
+    assert [step[0] for step in first] == [step[0] for step in second] == [False] + 7 * [True] + [False]
+    assert [step[2] for step in first] == [step[2] for step in second], "ranks differ"
+    assert len({step[2] for step in first[:8]}) == 1 and first[8][2] != first[0][2]
+    assert {"adam_m.w", "adam_v.w", "global_step", "w"} <= {name.removeprefix("optimizer.") for name in first[0][4]}
+    losses, w = adam(2)
+    for loss in (first[0][1], second[0][1]):
+        assert loss == pytest.approx(losses[0], rel=1e-5)
+    for step in (1, 2, 3, 6, 7, 8):  # what is wrong with a gradient leaves the loss alone
+        assert first[step][1] == second[step][1] == pytest.approx(losses[1], rel=1e-5)
+    assert math.isnan(first[4][1]) and first[5][1] == -math.inf
+    np.testing.assert_allclose(first[8][3], w, rtol=1e-5)
+
+
 def test_parameters_keep_the_names_of_the_network(results):
     assert results[0]["graph"]["parameters"] == ["w"]
 

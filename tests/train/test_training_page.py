@@ -10,7 +10,7 @@ from _msrun import REPO
 
 from kcp.config import ConfigError, DataOptions, ModelOptions, ParallelOptions, TrainingOptions, load_run_config
 from kcp.config_fields import Section
-from kcp.config_run import CheckpointOptions, HealthOptions
+from kcp.config_run import CheckpointOptions, HealthOptions, MemoryOptions
 
 PAGE = (REPO / "docs" / "training.md").read_text()
 MODEL = "model.model_config"
@@ -43,7 +43,7 @@ def asked(monkeypatch, tmp_path):
 
     monkeypatch.setattr(Section, "_take", record)
     base = yaml.safe_load((REPO / "configs" / "tiny_cp2.yaml").read_text())
-    base["callbacks"] = [{"type": "KcpCheckpoint"}, {"type": "KcpHealth"}]
+    base["callbacks"] = [{"type": "KcpCheckpoint"}, {"type": "KcpHealth"}, {"type": "KcpMemory"}]
     base |= {"do_eval": True, "eval_dataset": {}}
     loaders = [
         base["train_dataset"]["data_loader"],
@@ -86,7 +86,7 @@ def test_defaults_on_the_page_are_those_of_the_code():
         "parallel_config, parallel": (ParallelOptions,),
         "train_dataset.data_loader": (DataOptions,),
         "runner_config, optimizer, lr_schedule, recompute_config, context": (TrainingOptions,),
-        "callbacks": (CheckpointOptions, HealthOptions),
+        "callbacks": (CheckpointOptions, HealthOptions, MemoryOptions),
     }
     by_words = {"layer_types", "mlp_layer_types", "linear_num_value_heads", "linear_value_head_dim", "mla_cp_strategy"}
     # What a file does not say, MindFormers takes as these; the dataclass says what is needed.

@@ -59,9 +59,9 @@ void run_items(long count, const std::function<void(long, void*)>& work) {
     work(i, thread_scratch(bytes));
   });
 }
-int columns_per_item(const Problem& p, long heads) {
-  const long threads = num_threads(), panels = p.value_padded / kLane;
-  if (heads >= threads || heads == 0) return (int)p.value_padded;
+int columns_per_item(long columns, long heads) {
+  const long threads = num_threads(), panels = columns / kLane;
+  if (heads >= threads || heads == 0) return (int)columns;
   const long parts = (threads + heads - 1) / heads < panels ? (threads + heads - 1) / heads : panels;
   return (int)((panels + parts - 1) / parts) * kLane;
 }

@@ -12,8 +12,8 @@ const Kernels& kernels();
 // work(item, scratch of the thread) for every item; denormals are flushed while the kernels run.
 void run_items(long count, const std::function<void(long, void*)>& work);
 
-// Value columns of one head per item, so that few heads still occupy all threads: a multiple of 32.
-int columns_per_item(const Problem& p, long heads);
+// Of `columns` columns of one head, how many go into an item, so that few heads still occupy all threads: a multiple of 32.
+int columns_per_item(long columns, long heads);
 
 // work(n, head, chunk, scratch) for every chunk of p.chunk tokens of every head
 void run_chunks(const Problem& p, const Sizes& n, const std::function<void(long, long, long, void*)>& work);

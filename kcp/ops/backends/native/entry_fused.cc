@@ -38,20 +38,21 @@ View result(const Call& call, int i, const Sizes& n, long width, bool head_major
   if (heads != all && heads != last - first) Call::fail("tensor %d has %ld heads of %ld", i, heads, last - first);
   return call.view(i, head_major, n, heads, width, scalar, heads == all ? 0 : first);
 }
+// work(sequence, head, first, last, scratch) for ranges of `all` columns of every head
 template <class Work>
-void each_head(const Problem& p, const Sizes& n, int columns, Work work) {
-  const long parts = (p.value_padded + columns - 1) / columns;
+void each_head(const Problem& p, const Sizes& n, long all, Work work) {
+  const long columns = columns_per_item(all, p.num_sequences * p.num_heads), parts = (all + columns - 1) / columns;
   run_items(p.num_sequences * p.num_heads * parts, [&](long item, void* scratch) {
     const long part = item % parts, head = n.head_begin + item / parts % p.num_heads,
                sequence = item / parts / p.num_heads;
-    const int first = (int)part * columns, last = first + columns;
-    work(sequence, head, first, last < p.value_padded ? last : (int)p.value_padded, scratch);
+    const long first = part * columns, last = first + columns;
+    work(sequence, head, (int)first, (int)(last < all ? last : all), scratch);
   });
 }
 void forward_columns(const Problem& p, const Sizes& n) {
-  each_head(
-      p, n, columns_per_item(p, p.num_sequences * p.num_heads),
-      [&](long s, long h, int first, int last, void* scratch) { kernels().forward(p, s, h, first, last, scratch); });
+  each_head(p, n, p.value_padded, [&](long s, long h, int first, int last, void* scratch) {
+    kernels().forward(p, s, h, first, last, scratch);
+  });
 }
 
 void forward(const Call& call) {
@@ -77,8 +78,10 @@ void summary(const Call& call) {
   const long K = p.key_width, width = p.value_width + (want_m ? K : 0);
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, K * p.value_width);
   float* to = at_first_head(call.floats(10, true, p.num_sequences * p.num_heads * K * width), n, K * width);
-  each_head(p, n, (int)p.value_padded,
-            [&](long s, long h, int, int, void* scratch) { kernels().summary(p, s, h, want_m, to, scratch); });
+  each_head(p, n, p.value_padded + (want_m ? p.key_padded : 0),
+            [&](long s, long h, int first, int last, void* scratch) {
+              kernels().summary(p, s, h, first, last, want_m, to, scratch);
+            });
 }
 
 // Few heads for the threads: the dh recurrence over value columns first, then all chunks at once.
@@ -90,7 +93,7 @@ void backward_wide(Problem& p, const Sizes& n) {
     forward_columns(p, n);
   }
   p.state_gradient = at_first_head(states.get(), n, p.key_padded * p.value_padded);
-  each_head(p, n, columns_per_item(p, p.num_sequences * p.num_heads),
+  each_head(p, n, p.value_padded,
             [&](long s, long h, int first, int last, void* scratch) {
               kernels().state_gradient(p, s, h, first, last, true, scratch);
             });
@@ -154,7 +157,7 @@ void backward_summary(const Call& call) {
   p.d_out = call.view(10, false, n, n.heads, p.value_width);
   p.cache = cache_slots(call, 11, p, n, false);
   p.d_initial_state = at_first_head(call.floats(12, true, state_floats(p)), n, K * V);
-  each_head(p, n, columns_per_item(p, p.num_sequences * p.num_heads),
+  each_head(p, n, p.value_padded,
             [&](long s, long h, int first, int last, void* scratch) {
               kernels().state_gradient(p, s, h, first, last, false, scratch);
             });

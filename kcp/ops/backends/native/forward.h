@@ -129,10 +129,12 @@ KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, i
 }
 
 // Affine summary of one head: h_out = M h_in + E. E is the forward from the initial state (or 0), M the same chunk step
-// from the identity with v = 0. Writes [K, V+K], or [K, V] without M.
-KCP_NOINLINE void summary_head(const Problem& p, long n, long head, ForwardScratch& w, bool want_m, float* summary) {
+// from the identity with v = 0. Writes [K, V+K], or [K, V] without M. [first, last) are columns, multiples of 32, of E and
+// M next to each other, each padded to a multiple of 32.
+KCP_NOINLINE void summary_head(const Problem& p, long n, long head, int first, int last, ForwardScratch& w, bool want_m,
+                               float* summary) {
   const Sequence& s = p.sequences[n];
-  const long chunks = num_chunks(p, s), K = p.key_width, V = p.value_width, ld = want_m ? V + K : V;
+  const long chunks = num_chunks(p, s), K = p.key_width, V = p.value_width, Vp = p.value_padded, ld = want_m ? V + K : V;
   Chunk& c = w.chunk;
   begin_head(p, head, c);
   load_state(state_of(p.initial_state, p, n, head), p, w.h[0]);
@@ -146,21 +148,21 @@ KCP_NOINLINE void summary_head(const Problem& p, long n, long head, ForwardScrat
     if (i + 1 < chunks)
       prefetch_gates(c.prefetch, p, s, i + 1, head), prefetch_chunk(c.prefetch, p, p.v, s, i + 1, head, V);
     chunk_scores(c, p.scale, w.aqk[0], w.akk[0]);
-    const Source v =
-        rows_or_gather(p.v, row_at(p.v, s.batch, t, head), tokens, c.rows, (int)V, (int)p.value_padded, w.v[0]);
-    for (int j = 0; j < p.value_padded; j += kPanel) {
-      panel_v_new(c, w.akk[0], w.h[0] + j, {v.at + j, v.ld}, w.rb[0] + j, w.v_new[0] + j, nullptr, 0);
-      panel_advance(c, w.v_new[0] + j, w.h[0] + j, nullptr, 0);
-    }
-    for (int j = 0; want_m && j < p.key_padded; j += kPanel) {
-      panel_v_new(c, w.akk[0], w.m[0] + j, {nullptr, 0}, w.rb[0] + j, w.v_new[0] + j, nullptr, 0);
-      panel_advance(c, w.v_new[0] + j, w.m[0] + j, nullptr, 0);
+    Source v = {};
+    if (first < Vp)
+      v = rows_or_gather(p.v, row_at(p.v, s.batch, t, head), tokens, c.rows, (int)V, (int)Vp, w.v[0]);
+    for (int j = first; j < last; j += kPanel) {
+      const bool of_m = j >= Vp;
+      float* h = of_m ? w.m[0] + j - Vp : w.h[0] + j;
+      panel_v_new(c, w.akk[0], h, of_m ? Source{} : Source{v.at + j, v.ld}, w.rb[0], w.v_new[0], nullptr, 0);
+      panel_advance(c, w.v_new[0], h, nullptr, 0);
     }
   }
   float* to = summary + (n * p.num_heads + head) * K * ld;
+  const long e_end = last < V ? last : V, m_begin = first > Vp ? first - Vp : 0, m_end = last - Vp < K ? last - Vp : K;
   for (long d = 0; d < K; d++) {
-    memcpy(to + d * ld, w.h[d], V * sizeof(float));
-    if (want_m) memcpy(to + d * ld + V, w.m[d], K * sizeof(float));
+    if (first < e_end) memcpy(to + d * ld + first, w.h[d] + first, (e_end - first) * sizeof(float));
+    if (m_begin < m_end) memcpy(to + d * ld + V + m_begin, w.m[d] + m_begin, (m_end - m_begin) * sizeof(float));
   }
 }
 

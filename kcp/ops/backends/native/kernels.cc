@@ -25,8 +25,8 @@ static void run_forward(const Problem& p, long n, long head, int first, int last
   forward_head(p, n, head, first, last, ((Scratch*)scratch)->forward, saved_of(p, n, head), p.num_heads,
                p.out.data != nullptr);
 }
-static void run_summary(const Problem& p, long n, long head, bool want_m, float* to, void* scratch) {
-  summary_head(p, n, head, ((Scratch*)scratch)->forward, want_m, to);
+static void run_summary(const Problem& p, long n, long head, int first, int last, bool want_m, float* to, void* scratch) {
+  summary_head(p, n, head, first, last, ((Scratch*)scratch)->forward, want_m, to);
 }
 static void run_backward(const Problem& p, long n, long head, float* priv, void* scratch) {
   Scratch& s = *(Scratch*)scratch;

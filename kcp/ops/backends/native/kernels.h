@@ -9,7 +9,7 @@ struct Kernels {
   size_t scratch_bytes;  // 64-byte aligned, zeroed when first used, kept by the thread
   // value columns [first, last) of one head
   void (*forward)(const Problem&, long n, long head, int first, int last, void* scratch);
-  void (*summary)(const Problem&, long n, long head, bool want_m, float* to, void* scratch);
+  void (*summary)(const Problem&, long n, long head, int first, int last, bool want_m, float* to, void* scratch);
   // `priv`: room for the saved tensors of this head when p.cache is absent (recompute)
   void (*backward)(const Problem&, long n, long head, float* priv, void* scratch);
   void (*state_gradient)(const Problem&, long n, long head, int first, int last, bool keep, void* scratch);
