@@ -109,7 +109,7 @@ class Section:
         if isinstance(value, str) and _is_number(value):
             hint = f"{allowed} is needed; YAML reads this as text, write it with a point and a sign as in 1.0e-3"
             return self._refuse(key, value, hint, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             return self._refuse(key, value, f"{allowed} is needed", default)
         if (above is not None and value <= above) or (minimum is not None and value < minimum):
             return self._refuse(key, value, f"{allowed} is needed", default)
@@ -173,6 +173,13 @@ class Section:
     def _refuse(self, key: str, value: Any, allowed: str, default: Any) -> Any:
         self.problems.add(self.name(key), value, allowed)
         return default
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _is_number(text: str) -> bool:

@@ -19,6 +19,7 @@ from kcp.ops.options import (
     check_inputs,
     check_lower_bound,
     describe,
+    require_tensor,
 )
 from kcp.parallel.boundaries import (
     check_row_tensor,
@@ -179,6 +180,11 @@ def _value(x):
 
 
 @constexpr(check=False)
+def _check_tokens(q, k, v, g, beta):
+    check_inputs("BSND", q, k, v, g, beta, None, None, None, False, None, sliced=True)
+
+
+@constexpr(check=False)
 def _flat_host_rows(rows, batch, num_tokens):
     return flat_rows(check_rows(rows, batch, num_tokens), num_tokens)
 
@@ -244,6 +250,8 @@ class KdaCore(nn.Cell):
         cu_seqlens=None,
         output_final_state: bool = True,
     ):
+        for name, x in (("query", query), ("key", key), ("value", value), ("gate", gate), ("beta", beta)):
+            require_tensor(name, x)
         if self.widens and in_graph() and value.dtype == ms.bfloat16:
             out, final_state = self._run(
                 _wide(query), _wide(key), _wide(value), _wide(gate), _wide(beta), a_log, dt_bias, initial_state, cu_seqlens,
@@ -255,9 +263,10 @@ class KdaCore(nn.Cell):
     def _run(self, query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state):
         if self.distributed:
             return self._distributed(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
-        batch, num_tokens = query.shape[:2]
         if cu_seqlens is None:
             return self._local(query, key, value, gate, beta, a_log, dt_bias, initial_state, cu_seqlens, output_final_state)
+        _check_tokens(describe(query), describe(key), describe(value), describe(gate), describe(beta))
+        batch, num_tokens = query.shape[:2]
         rows, boundaries = _split_boundaries(cu_seqlens)
         cu = (
             _flat_host_rows(rows, batch, num_tokens)

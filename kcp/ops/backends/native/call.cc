@@ -18,7 +18,7 @@ void read_sequences(const Call& call, int boundaries, const Sizes& n, std::vecto
   };
   if (call.has(kHasCuSeqlens)) {
     const int32_t* bounds = call.ints(boundaries);
-    const long count = call.dim(boundaries, 0);
+    const long count = call.size(boundaries);
     if (n.batch != 1) Call::fail("cu_seqlens needs a batch of 1, not %ld", n.batch);
     if (count < 2 || bounds[0] != 0) Call::fail("cu_seqlens must start with 0 and hold at least 2 numbers");
     for (long i = 0; i + 1 < count; i++) {
@@ -97,6 +97,8 @@ Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequence
   p.key_padded = padded(p.key_width);
   p.value_padded = padded(p.value_width);
   p.chunk = read_chunk(call);
+  if (call.option(kGate) < kGateNone || call.option(kGate) > kGateSoftplus)
+    Call::fail("gate %ld: %d to %d is allowed", call.option(kGate), kGateNone, kGateSoftplus);
   p.gate = (int)call.option(kGate);
   p.l2norm = (int)call.option(kL2Norm);
   p.beta_sigmoid = (int)call.option(kBetaSigmoid);
@@ -106,15 +108,12 @@ Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequence
   p.lower_bound = call.real(kLowerBound);
   p.epsilon = call.real(kEpsilon);
   const long rows = n.batch * n.tokens;
-  if (call.size(1) != rows * n.key_heads * p.key_width || call.size(2) != call.size(1) ||
-      call.size(4) != rows * n.heads * p.key_width || call.size(5) != rows * n.heads)
-    Call::fail("the shapes of q, k, v, g and beta do not agree");
   p.streamed = rows * n.heads * (p.key_width + p.value_width) * 4 > kStreamedBytes;
-  p.q = call.view(1, head_major);
-  p.k = call.view(2, head_major);
-  p.v = call.view(3, head_major);
-  p.g = call.view(4, head_major);
-  p.beta = call.view(5, head_major, true);
+  p.q = call.view(1, head_major, n, n.key_heads, p.key_width);
+  p.k = call.view(2, head_major, n, n.key_heads, p.key_width);
+  p.v = call.view(3, head_major, n, n.heads, p.value_width);
+  p.g = call.view(4, head_major, n, n.heads, p.key_width);
+  p.beta = call.view(5, head_major, n, n.heads, 1, true);
   p.a_log = call.floats(6, call.has(kHasALog), n.heads);
   p.dt_bias = call.floats(7, call.has(kHasDtBias), n.heads * p.key_width);
   if (p.gate == kGateSoftplus && !p.a_log) Call::fail("the softplus gate needs a_log");

@@ -45,6 +45,12 @@ enum Present {
   kOutTokenMajor = 256  // token gradients in another layout than the (head-major) inputs
 };
 
+struct Sizes {
+  long batch, tokens, heads, key_heads;  // of the inputs
+  long head_begin, head_end;
+  long num_chunks;  // over all sequences
+};
+
 struct BadCall {};  // thrown after the reason has been written to stderr
 
 class Call {
@@ -76,12 +82,20 @@ class Call {
   bool has(Present bit) const { return options_[kPresent] & bit; }
   long size(int i) const {
     long n = 1;
-    for (int d = 0; d < ranks_[i]; d++) n *= shapes_[i][d];
+    for (int d = 0; d < rank(i); d++) n *= shapes_[i][d];
     return n;
   }
-  int rank(int i) const { return ranks_[i]; }
-  long dim(int i, int d) const { return shapes_[i][d < 0 ? d + ranks_[i] : d]; }
+  int rank(int i) const {
+    if (i >= count_) fail("tensor %d is missing, %d tensors given", i, count_);
+    return ranks_[i];
+  }
+  long dim(int i, int d) const {
+    const int axis = d < 0 ? d + rank(i) : d;
+    if (axis < 0 || axis >= rank(i)) fail("tensor %d has rank %d", i, rank(i));
+    return shapes_[i][axis];
+  }
   int dtype(int i) const {
+    if (i >= count_) fail("tensor %d is missing, %d tensors given", i, count_);
     const char* name = dtypes_[i];
     if (!strcmp(name, "float32")) return kFloat32;
     if (!strcmp(name, "bfloat16")) return kBFloat16;
@@ -96,14 +110,19 @@ class Call {
     return (float*)data_[i];
   }
   const int32_t* ints(int i) const {
+    if (i >= count_) fail("tensor %d is missing, %d tensors given", i, count_);
     if (strcmp(dtypes_[i], "int32")) fail("tensor %d (cu_seqlens) must be int32, not %s", i, dtypes_[i]);
     return (const int32_t*)data_[i];
   }
-  // [B,T,H,width] or [B,H,T,width] (or without B); `scalar` tensors have no last axis. Indexed by absolute heads
-  // although the tensor starts at head `first_head`.
-  View view(int i, bool head_major, bool scalar = false, long first_head = 0) const {
-    const int axes = ranks_[i] + (scalar ? 1 : 0);
+  // [B,T,heads,width] or [B,heads,T,width] (or without B); `scalar` tensors have no last axis. Indexed by absolute
+  // heads although the tensor starts at head `first_head`.
+  View view(int i, bool head_major, const Sizes& n, long heads, long value_width, bool scalar = false,
+            long first_head = 0) const {
+    const int axes = rank(i) + (scalar ? 1 : 0), token_axis = axes - 3 + (head_major ? 1 : 0);
     if (axes != 3 && axes != 4) fail("tensor %d has rank %d", i, ranks_[i]);
+    if ((axes == 4 ? dim(i, 0) : 1) != n.batch || dim(i, token_axis) != n.tokens ||
+        dim(i, axes - 2 - (head_major ? 1 : 0)) != heads || (!scalar && dim(i, -1) != value_width))
+      fail("tensor %d must hold B=%ld, T=%ld, %ld heads and a width of %ld", i, n.batch, n.tokens, heads, value_width);
     const int64_t* shape = shapes_[i] + (axes == 4 ? 1 : 0);
     const int type = dtype(i);
     const long width = (scalar ? 1 : shape[2]) * (type == kFloat32 ? 4 : 2);
@@ -121,12 +140,6 @@ class Call {
   int64_t** shapes_;
   const char** dtypes_;
   const int64_t* options_;
-};
-
-struct Sizes {
-  long batch, tokens, heads, key_heads;  // of the inputs
-  long head_begin, head_end;
-  long num_chunks;  // over all sequences
 };
 
 // Fills everything that forward, summary and backward share from inputs 0..9: options, q, k, v, g, beta, a_log,

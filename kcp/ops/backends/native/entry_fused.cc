@@ -31,11 +31,12 @@ T* at_first_head(T* x, const Sizes& n, long floats_per_head) {
   return x ? x - n.head_begin * floats_per_head : nullptr;
 }
 // a token result that holds the heads [first, last) or all of them
-View result(const Call& call, int i, bool head_major, bool scalar, long first, long last, long all) {
+View result(const Call& call, int i, const Sizes& n, long width, bool head_major, bool scalar, long first, long last,
+            long all) {
   const int axes = call.rank(i) + (scalar ? 1 : 0);
   const long heads = call.dim(i, axes - (head_major ? 3 : 2));
   if (heads != all && heads != last - first) Call::fail("tensor %d has %ld heads of %ld", i, heads, last - first);
-  return call.view(i, head_major, scalar, heads == all ? 0 : first);
+  return call.view(i, head_major, n, heads, width, scalar, heads == all ? 0 : first);
 }
 // work(sequence, head, first, last, scratch) for ranges of `all` columns of every head
 template <class Work>
@@ -61,7 +62,7 @@ void forward(const Call& call) {
   const Sizes n = read_problem(call, p, sequences);
   const long state = p.key_width * p.value_width;
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, state);
-  p.out = result(call, 10, false, false, n.head_begin, n.head_end, n.heads);
+  p.out = result(call, 10, n, p.value_width, false, false, n.head_begin, n.head_end, n.heads);
   p.final_state = at_first_head(call.floats(11, call.has(kWantFinalState), state_floats(p)), n, state);
   p.cache = cache_slots(call, 12, p, n, true);
   forward_columns(p, n);
@@ -108,16 +109,16 @@ void backward(const Call& call) {
   const bool head_major = call.option(kHeadMajor);
   const long K = p.key_width, V = p.value_width, heads = p.num_heads;
   p.initial_state = at_first_head(call.floats(8, call.has(kHasInitialState), state_floats(p)), n, K * V);
-  p.d_out = call.view(10, false, false, 0);
+  p.d_out = call.view(10, false, n, n.heads, p.value_width);
   p.d_final_state = at_first_head(call.floats(11, call.has(kHasDFinalState), state_floats(p)), n, K * V);
   p.cache = cache_slots(call, 12, p, n, false);
   const long first = n.head_begin, last = n.head_end;
-  const View dq = result(call, 13, head_major, false, first / p.group, last / p.group, n.key_heads),
-             dk = result(call, 14, head_major, false, first / p.group, last / p.group, n.key_heads);
+  const View dq = result(call, 13, n, K, head_major, false, first / p.group, last / p.group, n.key_heads),
+             dk = result(call, 14, n, K, head_major, false, first / p.group, last / p.group, n.key_heads);
   p.dq = dq, p.dk = dk;
-  p.dv = result(call, 15, head_major, false, first, last, n.heads);
-  p.dg = result(call, 16, head_major, false, first, last, n.heads);
-  p.dbeta = result(call, 17, head_major, true, first, last, n.heads);
+  p.dv = result(call, 15, n, V, head_major, false, first, last, n.heads);
+  p.dg = result(call, 16, n, K, head_major, false, first, last, n.heads);
+  p.dbeta = result(call, 17, n, 1, head_major, true, first, last, n.heads);
   float *da_log = call.floats(18, true, call.has(kHasALog) ? heads : 1),
         *ddt_bias = call.floats(19, true, call.has(kHasDtBias) ? heads * K : 1);
   float* d_initial = call.floats(20, true, call.has(kHasInitialState) ? state_floats(p) : 1);
@@ -153,7 +154,7 @@ void backward_summary(const Call& call) {
   const Sizes n = read_problem(call, p, sequences);
   const long K = p.key_width, V = p.value_width;
   p.d_final_state = at_first_head(call.floats(8, call.has(kHasDFinalState), state_floats(p)), n, K * V);
-  p.d_out = call.view(10, false, false, 0);
+  p.d_out = call.view(10, false, n, n.heads, p.value_width);
   p.cache = cache_slots(call, 11, p, n, false);
   p.d_initial_state = at_first_head(call.floats(12, true, state_floats(p)), n, K * V);
   each_head(p, n, p.value_padded,

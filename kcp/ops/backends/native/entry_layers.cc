@@ -33,6 +33,7 @@ void ranges(long count, long size, Body body) {
 NormCall read_norm(const Call& call) {
   NormCall c = {};
   c.width = call.dim(1, -1);
+  if (c.width < 1) Call::fail("rows of no numbers can't be normalized");
   c.x = call.floats(1, true, call.size(1));
   c.weight = call.floats(2, true, c.width);
   c.gate = call.floats(3, present(call, kHasGate), call.size(1));
@@ -81,11 +82,21 @@ void glu_backward(const Call& call) {
   ranges(n, kElementsPerItem, [&](long, long first, long last) { kernels().glu_backward(c, first, last); });
 }
 
+// tokens into their document, of the tokens from `begin` on: one row for all, or one a batch row
+void check_into(const Call& call, int i, long batch, long tokens, long begin) {
+  const int32_t* into = call.ints(i);
+  if (call.size(i) != tokens && call.size(i) != batch * tokens)
+    Call::fail("tensor %d holds %ld tokens; %ld or %ld are allowed", i, call.size(i), tokens, batch * tokens);
+  for (long at = 0; at < call.size(i); at++)
+    if (into[at] < 0 || into[at] > begin + at % tokens)
+      Call::fail("a token is %d tokens into its document; 0 to %ld is allowed", into[at], begin + at % tokens);
+}
 // options, x [B,T,D], halo [B,size-1,D], taps [D,1,size] newest last, bias [D], into [B or 1,T,1]
 struct ConvTensors {
   ConvCall call = {};
   Buffer taps;
   explicit ConvTensors(const Call& from) {
+    if (from.rank(1) != 3) Call::fail("x has rank %d; 3 is needed", from.rank(1));
     call.batch = from.dim(1, 0), call.tokens = from.dim(1, 1), call.width = from.dim(1, 2), call.size = from.dim(3, -1);
     if (call.size < 1 || call.size > kMaxTaps) Call::fail("%ld taps; 1 to %d are allowed", call.size, kMaxTaps);
     call.x = from.floats(1, true, call.batch * call.tokens * call.width);
@@ -100,8 +111,7 @@ struct ConvTensors {
     if (present(from, kHasInto)) {
       call.into = from.ints(5);
       call.into_batch = from.size(5) > call.tokens ? call.tokens : 0;
-      if (from.size(5) < call.tokens)
-        Call::fail("tensor 5 holds %ld tokens, %ld are needed", from.size(5), call.tokens);
+      check_into(from, 5, call.batch, call.tokens, INT32_MAX);
     }
   }
   long strips() const { return (call.tokens + kConvStrip - 1) / kConvStrip; }
@@ -134,7 +144,7 @@ void conv_backward(const Call& call) {
     kernels().conv_backward(c.call, b, t0, t1, d0, d1, gradients.get() + (b * c.strips() + strip) * part);
   });
   sum_rows(gradients.get(), parts, part, sum.get());
-  float *d_taps = call.floats(9, true, size * width), *d_bias = call.floats(10, true, 1);
+  float *d_taps = call.floats(9, true, size * width), *d_bias = call.floats(10, true, c.call.bias ? width : 1);
   for (long d = 0; d < width; d++)
     for (long j = 0; j < size; j++) d_taps[d * size + size - 1 - j] = sum.get()[j * width + d];
   if (c.call.bias) memcpy(d_bias, sum.get() + size * width, width * sizeof(float));
@@ -146,14 +156,14 @@ SoftmaxCall read_softmax(const Call& call, int into) {
   SoftmaxCall c = {};
   c.heads = call.dim(1, 1), c.queries = call.dim(1, 2), c.keys = call.dim(1, 3);
   c.begin = call.option(kHeadBegin);
-  if (c.begin < 0 || c.begin + c.queries > c.keys)
-    Call::fail("queries end at %ld of %ld keys", c.begin + c.queries, c.keys);
+  if (call.rank(1) != 4 || c.keys < 1) Call::fail("scores must have 4 axes and at least one key");
+  if (c.begin < 0 || c.begin > c.keys - c.queries)
+    Call::fail("%ld queries from key %ld on of %ld keys", c.queries, c.begin, c.keys);
   c.scores = call.floats(1, true, call.size(1));
   if (present(call, kHasInto)) {
     c.into = call.ints(into);
     c.into_batch = call.size(into) > c.queries ? c.queries : 0;
-    if (call.size(into) < c.queries)
-      Call::fail("tensor %d holds %ld tokens, %ld are needed", into, call.size(into), c.queries);
+    check_into(call, into, call.dim(1, 0), c.queries, c.begin);
   }
   return c;
 }

@@ -97,7 +97,7 @@ void finalize(const Call& call) {
   st.aqk = token_rows(call, 2, n, n.heads, p.chunk);
   st.v_new = token_rows(call, 3, n, n.heads, p.value_width);
   st.h = chunk_states(call, 4, p, n, false);
-  p.out = call.view(6, call.option(kHeadMajor));
+  p.out = call.view(6, call.option(kHeadMajor), n, n.heads, p.value_width);
   run_chunks(p, n, [&](long s, long h, long i, void* scratch) { kernels().out(p, st, s, h, i, scratch); });
 }
 
@@ -111,7 +111,7 @@ void backward_prepare(const Call& call) {
   check_columns(p, st);
   st.aqk = token_rows(call, 1, n, n.heads, p.chunk);
   st.v_new = token_rows(call, 2, n, n.heads, p.value_width);
-  p.d_out = call.view(3, call.option(kHeadMajor));
+  p.d_out = call.view(3, call.option(kHeadMajor), n, n.heads, p.value_width);
   st.h = chunk_states(call, 4, p, n, false);
   st.d_aqk = token_rows(call, 6, n, n.heads, p.chunk);
   st.dv = token_rows(call, 7, n, n.heads, p.value_width);
@@ -130,7 +130,7 @@ void backward_scan(const Call& call, bool summary) {
   st.qg = token_rows(call, 1, n, n.heads, K);
   st.kg = token_rows(call, 2, n, n.heads, K);
   st.w = token_rows(call, 3, n, n.heads, K);
-  p.d_out = call.view(4, true);
+  p.d_out = call.view(4, true, n, n.heads, V);
   st.dv = token_rows(call, 5, n, n.heads, V);
   st.gk = token_rows(call, 6, n, n.heads, K);
   p.d_final_state = call.floats(7, call.has(kHasDFinalState), state_floats(p));
@@ -165,17 +165,18 @@ void backward_finalize(const Call& call) {
   st.dq_raw = token_rows(call, 16, n, n.heads, K);
   st.q_rstd = call.floats(17, p.l2norm, n.batch * n.key_heads * n.tokens);
   st.k_rstd = call.floats(18, p.l2norm, n.batch * n.key_heads * n.tokens);
-  const View dq = call.view(19, head_major), dk = call.view(20, head_major);
+  const View dq = call.view(19, head_major, n, n.key_heads, K), dk = call.view(20, head_major, n, n.key_heads, K);
   p.dq = dq, p.dk = dk;
-  p.dv = call.view(21, head_major);
-  p.dbeta = call.view(22, head_major, true);
-  p.dg = call.view(23, head_major);
+  p.dv = call.view(21, head_major, n, n.heads, V);
+  p.dbeta = call.view(22, head_major, n, n.heads, 1, true);
+  p.dg = call.view(23, head_major, n, n.heads, K);
   const WideGradients wide(p, n);
   const Buffer parts = allocate(n.num_chunks * n.heads * (1 + K));
   p.d_parameters = parts.get();
   run_chunks(p, n, [&](long s, long h, long i, void* scratch) { kernels().grad_inputs(p, st, s, h, i, scratch); });
   if (p.group > 1) reduce_groups(p, n, p.dq, dq), reduce_groups(p, n, p.dk, dk);
-  float *da_log = call.floats(24, true, 1), *ddt_bias = call.floats(25, true, 1);
+  float *da_log = call.floats(24, true, call.has(kHasALog) ? n.heads : 1),
+        *ddt_bias = call.floats(25, true, call.has(kHasDtBias) ? n.heads * K : 1);
   sum_parameters(parts.get(), 1 + K, 1, call.has(kHasALog), n.heads, n.num_chunks, da_log, call.size(24));
   sum_parameters(parts.get() + 1, 1 + K, K, call.has(kHasDtBias), n.heads, n.num_chunks, ddt_bias, call.size(25));
 }

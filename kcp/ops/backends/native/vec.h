@@ -113,16 +113,21 @@ KCP_INLINE Vec sigmoid(Vec z, Vec& t) {
 #else
 #define KCP_EACH_LANE KCP_4
 #endif
+#if defined(__clang__)
+#define KCP_SHUFFLE(a, b, f) __builtin_shufflevector(a, b, KCP_EACH_LANE(f))
+#else
+#define KCP_SHUFFLE(a, b, f) __builtin_shuffle(a, b, (IVec){KCP_EACH_LANE(f)})
+#endif
 #define KCP_LOW(lane) (((lane) & D) ? (lane) - D + KCP_LANES : (lane))
 #define KCP_HIGH(lane) (((lane) & D) ? (lane) + KCP_LANES : (lane) + D)
 
 template <int D>
 struct Interleave {
   static inline __attribute__((always_inline)) Vec low(Vec a, Vec b) {
-    return __builtin_shuffle(a, b, (IVec){KCP_EACH_LANE(KCP_LOW)});
+    return KCP_SHUFFLE(a, b, KCP_LOW);
   }
   static inline __attribute__((always_inline)) Vec high(Vec a, Vec b) {
-    return __builtin_shuffle(a, b, (IVec){KCP_EACH_LANE(KCP_HIGH)});
+    return KCP_SHUFFLE(a, b, KCP_HIGH);
   }
 };
 template <int D>
