@@ -50,11 +50,11 @@ class Problems:
         """
         if self._values.setdefault(key, show(value)) != show(value):
             return
-        self.lines.append(f"{key} = {show(value)}: {allowed}")
+        self.add_line(f"{key} = {show(value)}: {allowed}")
 
     def add_line(self, line: str) -> None:
         """Record a problem that is about no single value."""
-        self.lines.append(line)
+        self.lines.append(" ".join(line.splitlines()))  # a key may hold line breaks
 
 
 class Section:

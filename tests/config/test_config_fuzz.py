@@ -95,3 +95,14 @@ def test_integers_beyond_every_float(value, tmp_path):
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(ConfigError, match=r"optimizer\.weight_decay = .*a number"):
         load_run_config(path)
+
+
+def test_a_key_with_line_breaks_gives_one_line(tmp_path):
+    content = copy.deepcopy(BASES[0])
+    content["model"]["model_config"]["kda_\nchunk"] = 1
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError) as error:
+        load_run_config(path)
+    assert [line for line in error.value.problems if line.startswith("model.model_config.kda_ chunk = 1: unknown key")]
+    assert not [line for line in error.value.problems if "\n" in line]

@@ -74,7 +74,7 @@ KCP_INLINE void prefetch_gates(Prefetch& f, const Problem& p, const Sequence& s,
   prefetch_chunk(f, p, p.g, s, c, head, p.key_width);
 }
 KCP_INLINE View columns_from(View x, long first) {
-  x.data += first * dtype_size(x.dtype);
+  if (x.data) x.data += first * dtype_size(x.dtype);
   return x;
 }
 KCP_INLINE const float* state_of(const float* states, const Problem& p, long n, long head) {
