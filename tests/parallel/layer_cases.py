@@ -119,7 +119,8 @@ def _model(case: Case, group: CpGroup) -> dict[str, np.ndarray]:
 
 
 def _steps(case: Case, group: CpGroup) -> dict[str, np.ndarray]:
-    """Losses of two steps and what they changed; the kernels recompute their caches and MindSpore every decoder layer."""
+    """Losses of two steps and what they changed, with the float32 spacing of the weights (``"spacing of NAME"``), below which a change
+    can't be seen; the kernels recompute their caches and MindSpore every decoder layer."""
     ms.set_context(mode=ms.GRAPH_MODE if case.mode == "graph" else ms.PYNATIVE_MODE)
     network, inputs = _network(case, group, kda_disable_recompute=False)
     weights = _set_weights(network)
@@ -131,7 +132,8 @@ def _steps(case: Case, group: CpGroup) -> dict[str, np.ndarray]:
     losses = [step(*inputs)[0].asnumpy() for _ in range(2)]
     ms.set_context(mode=ms.PYNATIVE_MODE)
     changes = {weight.name: weight.asnumpy() - before for weight, before in zip(weights, start, strict=True)}
-    return {"loss": losses[0], "second loss": losses[1], **changes}
+    spacings = {f"spacing of {weight.name}": np.spacing(np.abs(before)) for weight, before in zip(weights, start, strict=True)}
+    return {"loss": losses[0], "second loss": losses[1], **changes, **spacings}
 
 
 def run(case: Case, rank_group) -> dict[str, np.ndarray]:

@@ -39,6 +39,9 @@ def test_losses_and_gradients_do_not_depend_on_the_number_of_ranks(tmp_path, ran
         worst = (0.0, "")
         for name in found:
             error = relative(found[name], whole[name])
-            assert error <= (LOSS if name in ("loss", "second loss", "count") else GRADIENT), (case.name, name, error)
+            limit = LOSS if name in ("loss", "second loss", "count") else GRADIENT
+            if f"spacing of {name}" in whole:  # each step rounds a weight, which may be thousands of times its change
+                limit += np.linalg.norm(whole[f"spacing of {name}"]) / np.linalg.norm(whole[name])
+            assert error <= limit, (case.name, name, error)
             worst = max(worst, (error, name))
         record_property(case.name, (relative(found["loss"], whole["loss"]), *worst))
