@@ -26,22 +26,27 @@ def results() -> list[dict]:
     return found
 
 
+def loss_and_gradient(rngs: list[np.random.Generator], w: np.ndarray) -> tuple[float, np.ndarray]:
+    """Global loss and gradient, in float64, of the next batch of every rank at some parameters."""
+    total, gradient, count = 0.0, np.zeros(3), 0.0
+    for rank, rng in enumerate(rngs):
+        x = rng.normal(size=(4, 3)).astype(np.float32).astype(np.float64)
+        y = rng.normal(size=4).astype(np.float32).astype(np.float64)
+        weight = np.array([1, 1, 1, float(rank == 0)])
+        error = x @ w - y
+        total += (weight * error**2).sum()
+        gradient += 2 * (weight * error) @ x
+        count += weight.sum()
+    return total / count, gradient / count
+
+
 def expected() -> list[tuple[float, float, np.ndarray]]:
     """Global loss, gradient norm and the parameters after each step, the second step skipped."""
     w = np.array([0.5, -1.0, 2.0])
     rngs = [np.random.default_rng(rank) for rank in range(2)]
     steps = []
     for step in range(3):
-        total, gradient, count = 0.0, np.zeros(3), 0.0
-        for rank, rng in enumerate(rngs):
-            x = rng.normal(size=(4, 3)).astype(np.float32).astype(np.float64)
-            y = rng.normal(size=4).astype(np.float32).astype(np.float64)
-            weight = np.array([1, 1, 1, float(rank == 0)])
-            error = x @ w - y
-            total += (weight * error**2).sum()
-            gradient += 2 * (weight * error) @ x
-            count += weight.sum()
-        loss, gradient = total / count, gradient / count
+        loss, gradient = loss_and_gradient(rngs, w)
         norm = float(np.linalg.norm(gradient))
         if step == 1:
             steps.append((math.nan, math.nan, w.copy()))
@@ -76,17 +81,7 @@ def test_a_nan_on_one_rank_makes_every_rank_skip_that_step_alone(results, mode):
 
 def clean_step(w: np.ndarray) -> tuple[float, np.ndarray]:
     """Loss and gradient of the first batch of both ranks at some parameters, in float64."""
-    total, gradient, count = 0.0, np.zeros(3), 0.0
-    for rank in range(2):
-        rng = np.random.default_rng(rank)
-        x = rng.normal(size=(4, 3)).astype(np.float32).astype(np.float64)
-        y = rng.normal(size=4).astype(np.float32).astype(np.float64)
-        weight = np.array([1, 1, 1, float(rank == 0)])
-        error = x @ w - y
-        total += (weight * error**2).sum()
-        gradient += 2 * (weight * error) @ x
-        count += weight.sum()
-    return total / count, gradient / count
+    return loss_and_gradient([np.random.default_rng(rank) for rank in range(2)], w)
 
 
 def adam(steps: int) -> tuple[list[float], np.ndarray]:
