@@ -1,5 +1,7 @@
 """Plans against numbers computed by hand, and their bytes against what a lockstep run counts."""
 
+import itertools
+
 import mindspore as ms
 import pytest
 from core_cases import CoreProblem, check, run_explicit
@@ -116,3 +118,108 @@ def test_a_core_resolves_auto_when_it_is_built():
     assert {strategy for strategy, _ in results} == {expected} <= {"ulysses", "state_scan", "ptp_chain", "ptp_tree"}
     check(problem, [result for _, result in results])
     assert KdaCore(problem.config()).config.strategy == "none"
+
+
+# 4 ranks, 2 rows of 64 tokens, 4 key and 8 value heads of K = 3 and V = 5, bfloat16: 32 tokens a rank
+LOCAL = 32
+INPUTS = LOCAL * (2 * 4 * 3 + 8 * (5 + 3 + 1)) * 2
+EXCHANGED = INPUTS + LOCAL * 8 * 5 * 2  # and the output
+CACHES = LOCAL * 8 * 4 * (3 * 5 + 16 * (5 + 2 * 16)) // 16
+STATE, TRANSITION = 2 * 8 * 3 * 5 * 4, 2 * 8 * 3 * 3 * 4
+FORWARD_FLOPS = LOCAL * 8 * (16 * (6 * 3 + 4 * 5) + 6 * 3 * 5)
+MATMUL = 2 * 2 * 8 * 3 * 3 * 5  # one transition on one state, all rows and heads
+SCAN, SHORT_SCAN = 1.17 + 1 + 0.85 + 2, 0.7 + 1 + 0.85 + 2  # from three ranks on, and over two
+CPU = {"has_all_to_all": False, "has_point_to_point": False, "has_group_gather": False}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "machine", "forward", "backward", "physical", "exchanges", "flops", "kept"),
+    [
+        ("ulysses", {}, {}, EXCHANGED * 3 // 4, EXCHANGED * 3 // 4, EXCHANGED * 3 // 2, 12, 3 * FORWARD_FLOPS, INPUTS),
+        ("ulysses", {}, CPU, EXCHANGED * 3 // 4, EXCHANGED * 3 // 4, 2 * EXCHANGED * 3, 12, 3 * FORWARD_FLOPS, INPUTS),
+        (
+            "state_scan", {}, CPU, 3 * (STATE + TRANSITION), 3 * STATE, 3 * (2 * STATE + TRANSITION), 2,
+            SCAN * FORWARD_FLOPS + 2 * 3 * MATMUL, STATE + 4 * TRANSITION,
+        ),
+        (
+            "state_scan", {"keep_transitions": False}, {}, 3 * (STATE + TRANSITION), 3 * (STATE + TRANSITION),
+            6 * (STATE + TRANSITION), 2, (SCAN + 1.17) * FORWARD_FLOPS + 2 * 3 * MATMUL, STATE,
+        ),
+        ("ptp_chain", {}, {}, STATE, STATE, 2 * STATE, 20, 3 * 11 / 8 * FORWARD_FLOPS, STATE),
+        ("ptp_chain", {"ptp_head_groups": 2}, CPU, STATE, STATE, 2 * 6 * 3 * STATE // 4, 12, 3 * 7 / 4 * FORWARD_FLOPS, STATE),
+        (  # two rounds; the last rank gets a summary of its neighbour, then a state
+            "ptp_tree", {}, {}, 2 * STATE + TRANSITION, 2 * STATE + TRANSITION, 4 * STATE + 2 * TRANSITION, 4,
+            SCAN * FORWARD_FLOPS + 2 * 2 * 2 * 2 * 2 * 8 * 3 * 3 * (3 + 5), STATE + TRANSITION,
+        ),
+        (
+            "ptp_tree", {"keep_transitions": False}, CPU, 2 * STATE + TRANSITION, 2 * STATE + TRANSITION,
+            2 * 2 * 3 * (STATE + TRANSITION), 4, (SCAN + 1.17) * FORWARD_FLOPS + 2 * 2 * 2 * 2 * 2 * 8 * 3 * 3 * (3 + 5), STATE,
+        ),
+        (  # two blocks of two ranks; each rank scans half the heads
+            "hybrid", {"hybrid_ulysses_degree": 2}, {}, EXCHANGED // 2 + (STATE + TRANSITION) // 2, (EXCHANGED + STATE) // 2,
+            EXCHANGED + STATE + TRANSITION // 2, 14, SHORT_SCAN * FORWARD_FLOPS + 2 * MATMUL / 2, INPUTS + STATE // 2 + TRANSITION,
+        ),
+        (
+            "hybrid", {"hybrid_ulysses_degree": 2, "keep_transitions": False}, {**CPU, "has_group_gather": True},
+            EXCHANGED // 2 + (STATE + TRANSITION) // 2, (EXCHANGED + STATE + TRANSITION) // 2, 2 * EXCHANGED + STATE + TRANSITION, 14,
+            SHORT_SCAN * FORWARD_FLOPS + 2 * MATMUL / 2, INPUTS + STATE // 2,
+        ),
+        (
+            "hybrid", {"hybrid_ulysses_degree": 2}, CPU, EXCHANGED // 2 + (STATE + TRANSITION) // 2, (EXCHANGED + STATE) // 2,
+            4 * EXCHANGED + 2 * STATE + TRANSITION, 14, SHORT_SCAN * FORWARD_FLOPS + 2 * MATMUL / 2, INPUTS + STATE // 2 + TRANSITION,
+        ),
+    ],
+)  # fmt: skip
+def test_costs_by_hand(strategy, fields, machine, forward, backward, physical, exchanges, flops, kept):
+    """``kept``: what a strategy holds beside the inputs and caches that all of them do."""
+    sizes = Sizes(4, 2, 64, 4, 8, 3, 5, dtype="bfloat16", chunk_size=16, **fields)
+    cost = estimate(strategy, sizes, Machine(1e6, 0.25, 1e6, **machine))
+    assert cost.refused is None
+    assert (cost.forward_bytes, cost.backward_bytes, cost.physical_bytes, cost.exchanges) == (forward, backward, physical, exchanges)
+    assert cost.kept_bytes == INPUTS + CACHES + kept
+    assert cost.flops == pytest.approx(flops)
+    assert cost.seconds == pytest.approx(flops / 1e6 + 0.25 * exchanges + physical / 1e6)
+
+
+def test_one_rank_and_refusals_by_hand():
+    one = Sizes(1, 2, LOCAL // 2, 4, 8, 3, 5, dtype="bfloat16", chunk_size=16)
+    cost, machine = estimate("none", one, FREE), Machine(1e6, 0.25, 1e6)
+    assert (cost.flops, cost.kept_bytes, cost.exchanges) == (3 * FORWARD_FLOPS, INPUTS + CACHES, 0)
+    assert estimate("state_scan", one, FREE).refused == "one rank needs no strategy"
+    four = Sizes(4, 2, 64, 4, 8, 3, 5)
+    assert estimate("none", four, FREE).refused == "none is for one rank"
+    assert estimate("hybrid", four, FREE).refused == "its ulysses degree would be 4: that is ulysses"
+    assert estimate("hybrid", Sizes(4, 2, 64, 1, 8, 3, 5), FREE).refused == "its ulysses degree would be 1: that is state_scan"
+    assert plan.one_device_seconds(four, machine) == pytest.approx(4 * estimate("none", four_on_one(four), machine).seconds)
+    assert plan.halo_bytes(four, 4) == 3 * 2 * 3 * (2 * 4 * 3 + 8 * 5) * 4
+    with pytest.raises(ValueError, match="strategy is 'ring'; allowed: none, ulysses"):
+        estimate("ring", four, FREE)
+
+
+def four_on_one(sizes):
+    """A rank's share of ``sizes``, alone."""
+    return Sizes(**{**vars(sizes), "ranks": 1, "tokens": sizes.tokens // sizes.ranks})
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"bandwidth": 0.0}, r"bandwidth is 0.0; allowed: a number > 0$"),
+        ({"flops": 0.0}, r"flops is 0.0; allowed: a number > 0$"),
+        ({"latency": -1e-9}, "latency is -1e-09; allowed: a number > 0 or 0"),
+        ({"flops": float("inf")}, "flops is inf"),
+        ({"bandwidth": float("nan")}, "bandwidth is nan"),
+    ],
+)
+def test_machines_are_checked(fields, allowed):
+    with pytest.raises(ValueError, match=allowed):
+        Machine(**{"bandwidth": 1.0, "latency": 0.0, "flops": 1.0, **fields})
+
+
+def test_machines_of_devices():
+    """On the CPU an all-to-all and a sub-group's all-gather are emulated; a graph has no point to point anywhere."""
+    for device, graph in itertools.product(("CPU", "Ascend"), (False, True)):
+        machine = plan.machine_of(device, graph)
+        assert machine.has_point_to_point is not graph
+        assert machine.has_all_to_all is machine.has_group_gather is (device == "Ascend")
+        assert ("measured" if device == "CPU" else "assumed for Ascend") in machine.source
