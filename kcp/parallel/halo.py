@@ -22,7 +22,8 @@ def _tail(x: Tensor, halo: int) -> Tensor:
 def halo_sources(lengths: tuple, rank: int, halo: int) -> tuple:
     """Where a rank's halo comes from: runs ``(source rank, first token of its tail, number of tokens, first halo position)``.
 
-    Tails are right-aligned ``halo`` tokens of every rank; halo positions count from 0 (oldest) to halo - 1 (the token before the slice).
+    Tails are right-aligned ``halo`` tokens of every rank, and a run reaches to its tail's end; halo positions count from 0 (oldest) to
+    halo - 1 (the token before the slice).
     """
     return _sources(lengths, rank, halo)
 
@@ -74,7 +75,7 @@ class Halo(nn.Cell):
         parts, filled = [], 0
         for i in range(len(runs)):
             source, first, count, _ = runs[len(runs) - 1 - i]
-            parts.append(tails[source][:, first : first + count])
+            parts.append(tails[source][:, first:])
             filled += count
         if filled < self.halo:
             zeros = ops.zeros((x.shape[0], self.halo - filled, x.shape[2]), x.dtype)
@@ -91,8 +92,6 @@ class Halo(nn.Cell):
             parts = [gathered[later][:, position : position + count]]
             if first > 0:
                 parts = [ops.zeros((x.shape[0], first, x.shape[2]), x.dtype)] + parts
-            if first + count < self.halo:
-                parts = parts + [ops.zeros((x.shape[0], self.halo - first - count, x.shape[2]), x.dtype)]
             d_tail = d_tail + (ops.concat(tuple(parts), 1) if len(parts) > 1 else parts[0])
         if x.shape[1] <= self.halo:
             return d_tail[:, self.halo - x.shape[1] :]
