@@ -126,9 +126,9 @@ def rounded_to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def boundary_tensor(problem: CoreProblem) -> Tensor:
-    """Boundaries as the padded int32 Tensor: ``[M + 1]``, or ``[B, M + 1]`` for several rows."""
+    """Boundaries as the int32 Tensor ``[M + 1]``, or ``[B, M + 1]`` for several rows; padded unless states are given or returned."""
     rows, total = problem.rows(), sum(problem.lengths)
-    longest = max(len(row) for row in rows) + 2
+    longest = max(len(row) for row in rows) + (0 if problem.with_initial_state or problem.with_final_state else 2)
     padded = np.array([[*row, *[total] * (longest - len(row))] for row in rows], np.int32)
     return Tensor(padded if problem.batch > 1 else padded[0])
 
@@ -136,8 +136,8 @@ def boundary_tensor(problem: CoreProblem) -> Tensor:
 def run_explicit(problem: CoreProblem, group: CpGroup, as_tensor: bool = False) -> dict[str, np.ndarray]:
     """One rank's outputs and gradients through the strategy's explicit forward and backward (for lockstep runs).
 
-    ``as_tensor``: hand the boundaries over as a Tensor whose values the strategy does not know (only without states given or returned,
-    since the padding adds documents).
+    ``as_tensor``: hand the boundaries over as a Tensor whose values the strategy does not know (with states, all rows need equally many
+    documents: padding would add some).
     """
     t = problem.rank_tensors(group.rank)
     core = KdaCore(problem.config(), group)

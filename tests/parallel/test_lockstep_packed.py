@@ -80,8 +80,9 @@ def test_states_given_or_not(strategy, initial, final):
 
 @pytest.mark.parametrize("strategy", ["ptp_chain", "ptp_tree"])
 def test_rounds_where_there_is_no_point_to_point(strategy):
-    rows = (_boundaries((40,)), _boundaries((7, 0, 25, 8)), _boundaries((10, 30)))
-    problem = CoreProblem(lengths=(10, 12, 0, 18), strategy=strategy, batch=3, cu_seqlens=rows)
+    """Among the slices: one that a document ends in and another one leaves, and one without tokens."""
+    rows = (_boundaries((40,)), _boundaries((7, 0, 25, 8)), _boundaries((10, 30)), _boundaries((13, 27)))
+    problem = CoreProblem(lengths=(10, 12, 0, 18), strategy=strategy, batch=4, cu_seqlens=rows)
     check(problem, lockstep.run(4, lambda group: run_explicit(problem, group), problem.lengths, point_to_point=False))
 
 
@@ -116,3 +117,14 @@ def test_boundaries_that_are_not_known_before_the_run(strategy, rows):
         with_initial_state=False, with_final_state=False,
     )  # fmt: skip
     check(problem, lockstep.run(4, lambda group: run_explicit(problem, group, as_tensor=True), problem.lengths))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "rows", [(_boundaries((5, 0, 30, 5)),), (_boundaries((12, 16, 12, 0)), _boundaries((0, 8, 2, 30)))], ids=["one row", "two rows"]
+)
+def test_states_where_boundaries_are_not_known_before_the_run(strategy, rows):
+    """As in a graph: messages go by rounds."""
+    cu = rows if len(rows) > 1 else rows[0]
+    problem = CoreProblem(lengths=(9, 1, 22, 8), strategy=strategy, num_heads=4, num_v_heads=4, batch=len(rows), cu_seqlens=cu)
+    check(problem, lockstep.run(4, lambda group: run_explicit(problem, group, as_tensor=True), problem.lengths, point_to_point=False))
