@@ -66,6 +66,35 @@ def test_a_slice_without_tokens_passes_on_what_comes():
     assert chain.direct(units, enters, leaves, False).steps == ((RECV, -1), (SEND, 0, -1, 0), (RECV, -1), (SEND, 1, -1, 1))
 
 
+def test_steps_by_hand():
+    """One unit of two parts (1 is worked on and sent before the message for 0 comes), one of one part that passes on what it got."""
+    both, none = (True, True), (False, False)
+    forward = chain.direct((2, 1), both, both, False)
+    assert forward.steps == (
+        (WORK, 0, 1, -1), (SEND, 0, 0, -1), (RECV, -1), (WORK, 0, 0, 0), (RECV, -1), (WORK, 1, 0, 1), (SEND, 1, 2, -1),
+    )  # fmt: skip
+    assert (forward.places, forward.num_works) == (((1, 0), (2,)), 3)
+    backward = chain.direct((2, 0), both, both, True)
+    assert backward.steps == ((WORK, 0, 0, -1), (SEND, 0, 0, -1), (RECV, -1), (WORK, 0, 1, 0), (RECV, -1), (SEND, 1, -1, 1))
+    assert (backward.places, backward.num_works) == (((0, 1), ()), 2)
+    assert chain.direct((2,), none, none, False).steps == ((WORK, 0, 1, -1), (WORK, 0, 0, -1))
+    middle = chain.rounds((1, 1), both, both, False, 1, 3)
+    assert middle.steps == (
+        (ROUND, -1, -1, -1, 0), (WORK, 0, 0, 0), (ROUND, 0, 0, -1, 1), (WORK, 1, 0, 1), (ROUND, 1, 1, -1, -1),
+    )  # fmt: skip
+    last = chain.rounds((2, 0), both, none, False, 2, 3)
+    assert last.steps == ((ROUND, -1, -1, -1, -1), (ROUND, -1, -1, -1, 0), (WORK, 0, 1, -1), (WORK, 0, 0, 0), (ROUND, -1, -1, -1, 1))
+
+
+def test_slices_and_borders_by_hand():
+    row = (0, 12, 12, 40)
+    assert [chain.crosses(row, border) for border in (0, 1, 11, 12, 13, 39, 40)] == [False, True, True, False, True, True, False]
+    assert chain.split_slice(row, 5, 5) == ()
+    assert chain.split_slice(row, 5, 20) == ((5, 12), (12, 20))
+    for begin, end in ((0, 20), (5, 12), (12, 20), (13, 20), (5, 40)):
+        assert chain.split_slice(row, begin, end) == ((begin, end),)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 13, 64])
 def test_tree_covers_every_earlier_rank_once_in_the_fewest_rounds(size):
     rounds = [tree_rounds(position, size) for position in range(size)]

@@ -1,9 +1,10 @@
 """Counted bytes equal the formulas of docs/context-parallelism.md, whatever the number of tokens."""
 
+import mindspore as ms
 import numpy as np
 import pytest
 from core_cases import CoreProblem, run_explicit
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 from kcp.parallel import Halo, Traffic, lockstep
 from kcp.parallel.gather import GatherSequence
@@ -146,11 +147,39 @@ def test_a_gathered_sequence_counts_tokens():
     assert lockstep.run(3, body, (4, 4, 4)) == [(2 * payload, 5 * payload, 3.0 * r) for r in range(3)]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_kind_of_exchange_by_hand(dtype):
+    """24 numbers of a payload among three ranks; messages and rounds are float32."""
+    payload = 24 * (4 if dtype == "float32" else 2)
+
+    def body(group):
+        c, x = group.collectives, ops.ones((4, 6), getattr(ms, dtype))
+        c.all_gather(x, "tokens")
+        c.all_reduce(x, "parameter")
+        c.all_to_all(ops.ones((4, 3, 6), x.dtype), "heads", 1)
+        c.round(ops.ones((4, 6), ms.float32), 1, "state")
+        if group.rank == 0:
+            c.send(ops.ones((4, 6), ms.float32), 2, "halo")
+        if group.rank == 2:
+            c.recv((4, 6), 0, "halo")
+        return {name: (r.exchanges, r.logical, r.physical) for name, r in group.traffic.read().items() if r.exchanges}
+
+    for rank, counted in enumerate(lockstep.run(3, body)):
+        expected = {"tokens": (1, 2 * payload, 2 * payload), "parameter": (1, payload, payload), "heads": (1, 2 * payload, 2 * payload)}
+        expected["state"] = (1, 0 if rank == 1 else 96, 2 * 96)
+        if rank != 1:
+            expected["halo"] = (1, 0, 0) if rank == 0 else (1, 96, 96)
+        assert counted == expected
+
+
 def test_reset_and_unknown_purposes():
     traffic = Traffic()
     traffic.add("halo", 3, 6)
     copy = traffic.read()
     traffic.reset()
     assert (copy["halo"].logical, copy["halo"].physical, traffic.logical(), traffic.physical()) == (3, 6, 0, 0)
+    traffic.add("state", 5, 7)
+    traffic.add("halo", 1, 1)
+    assert (traffic.logical(), traffic.physical(), traffic.physical("halo")) == (6, 8, 1)
     with pytest.raises(ValueError, match="purpose is 'rows'; allowed: state, heads"):
         traffic.add("rows", 1, 1)
