@@ -1,11 +1,12 @@
 """Simulations at small sizes: errors of the size of rounding where the code is right, and large ones where it is not."""
 
+import numpy as np
 import pytest
 from mindspore import ops
 
-from kcp.parallel import summary
+from kcp.parallel import simulate, summary
 from kcp.parallel.halo import Halo
-from kcp.parallel.simulate import core_errors, slice_lengths, summary_errors
+from kcp.parallel.simulate import core_errors, random_summaries, relative, slice_lengths, summary_errors
 from kcp.parallel.simulate_layer import GATES, LayerSimulation, random_documents
 
 
@@ -20,6 +21,54 @@ def test_summaries_that_are_composed_in_the_wrong_order_are_seen(monkeypatch):
     monkeypatch.setattr(summary, "compose", lambda later, earlier: right(earlier, later))
     *_, tree = summary_errors(8, heads=1, width=8)[-1]
     assert tree > 0.1
+
+
+@pytest.mark.parametrize(("width", "decay"), [(1, 0.0), (1, 32.0), (4, 8.0)])
+def test_random_summaries_are_products_of_the_tokens_they_are_said_to_be(width, decay):
+    """log |det M| of 16 tokens: the mean of log |1 - beta| over beta in [0, 2] is -1, that of each channel's decays is -decay / 2."""
+    m = random_summaries(1024, 4, width, decay, 0)[..., width:]
+    assert m.shape == (1024, 1, 4, width, width)
+    assert np.linalg.slogdet(m)[1].mean() == pytest.approx(-16 - width * decay / 2, abs=0.4)
+    assert np.linalg.norm(m, 2, (-2, -1)).max() <= 1 + 1e-6
+
+
+def test_random_summaries_write_values_of_size_one():
+    """K = 1 without decay: each token leaves (1 - beta)^2 of E^2, a third in the mean, and adds beta^2, four thirds."""
+    summaries = random_summaries(1024, 4, 1, 0.0, 0)
+    assert (summaries[..., :1] ** 2).mean() == pytest.approx(2, rel=0.1)
+    assert np.array_equal(summaries, summaries.astype(np.float32))
+    assert not np.array_equal(summaries, random_summaries(1024, 4, 1, 0.0, 1))
+
+
+@pytest.mark.parametrize("decay", [0.01, 5.0])
+def test_decays_of_simulated_tokens_fill_their_range(decay):
+    """The gate is -5 sigmoid(exp(a_log) g + dt_bias): of the core's inputs, and of the layer's bias with nothing added to it."""
+    core = simulate._inputs(64, 4, 8, decay, 1, 0)
+    layer = LayerSimulation(2, 4, heads=64, width=8, decay=decay)
+    bias = next(value for name, value in layer.weights.items() if name.endswith("dt_bias"))
+    assert not core["dt_bias"].any()
+    for gate in (core["gate"], bias):
+        decays = 5.0 / (1.0 + np.exp(-gate.astype(np.float64)))
+        assert 0 < decays.min() < 0.05 * decay and 0.95 * decay < decays.max() < decay
+        assert decays.mean() == pytest.approx(decay / 2, rel=0.1)
+
+
+def test_weights_of_a_simulated_layer_keep_what_they_project():
+    weights = LayerSimulation(2, 4, heads=16, width=8).weights
+    for name, value in weights.items():
+        if name.endswith("proj.weight"):
+            assert (value**2).sum(1).mean() == pytest.approx(1, rel=0.3), name
+        elif name == "o_norm.weight":
+            assert value.mean() == pytest.approx(1, abs=0.2) and 0 < value.std() < 0.3
+        else:
+            assert value.any(), name
+
+
+def test_distances_by_hand():
+    one, two = np.array([3.0, 4.0]), np.array([3.0, 4.5])
+    assert relative(two, one) == pytest.approx(0.1)
+    assert relative(one, 0 * one) == 5.0
+    assert relative(0 * one, 0 * one) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -62,24 +111,39 @@ def test_what_is_not_a_number_is_not_within_a_gate(monkeypatch):
     assert not any(errors[name] <= gate for name, gate in GATES.items())
 
 
-def test_random_documents_end_with_a_slice_and_within():
-    for tokens, ranks in ((2, 2), (26, 4), (1024, 64)):
-        documents = random_documents(tokens, ranks, seed=3)
-        assert sum(documents) == tokens and min(documents) == documents[0] == 1
+@pytest.mark.parametrize(("tokens", "ranks"), [(2, 2), (26, 4), (100, 3), (1024, 64)])
+def test_random_documents_end_with_a_slice_and_within(tokens, ranks):
+    documents = random_documents(tokens, ranks, seed=3)
+    assert sum(documents) == tokens and min(documents) == documents[0] == 1
+    assert len(documents) <= ranks // 2 + 3
+    ends, borders = np.cumsum(documents)[:-1].tolist(), np.cumsum(slice_lengths(tokens, ranks))[:-1].tolist()
+    assert ranks == 2 or set(borders) & set(ends)
+    assert ranks < 64 or len(set(ends) - set(borders)) > ranks // 4
 
 
 def test_sizes_are_checked():
     assert slice_lengths(7, 3) == (3, 2, 2)
-    with pytest.raises(ValueError, match="ranks is 2000; allowed: 2 to 1024"):
-        summary_errors(2000)
+    assert slice_lengths(9, 3) == (3, 3, 3) and slice_lengths(2, 3) == (1, 1, 0)
+    for ranks in (1, 1025):
+        with pytest.raises(ValueError, match=f"ranks is {ranks}; allowed: 2 to 1024"):
+            summary_errors(ranks)
+    for ranks in (0, 65):
+        with pytest.raises(ValueError, match=f"ranks is {ranks}; allowed: 1 to 64"):
+            core_errors("state_scan", ranks, 130)
     with pytest.raises(ValueError, match="have 5 tokens; allowed: tokens = 6"):
         core_errors("state_scan", 2, 6, documents=(2, 3))
     with pytest.raises(ValueError, match="num_heads is 1; allowed under ulysses"):
         core_errors("ulysses", 2, 6, heads=1)
-    for sizes, line in (((65, 130), "ranks is 65; allowed: 2 to 64"), ((4, 3), "tokens is 3; allowed: at least 1 a rank, 4")):
+    ranks = "allowed: 2 to 64"
+    for sizes, line in (
+        ((65, 130), f"ranks is 65; {ranks}"),
+        ((1, 8), f"ranks is 1; {ranks}"),
+        ((4, 3), "tokens is 3; allowed: at least 1 a rank, 4"),
+    ):
         with pytest.raises(ValueError, match=line):
             LayerSimulation(*sizes)
-    with pytest.raises(ValueError, match="decay is 0; allowed: above 0"):
-        LayerSimulation(2, 8, decay=0)
+    for decay in (0, 5.1):
+        with pytest.raises(ValueError, match=f"decay is {decay}; allowed: above 0, at most 5"):
+            LayerSimulation(2, 8, decay=decay)
     with pytest.raises(ValueError, match="have 5 tokens; allowed: tokens = 6"):
         LayerSimulation(2, 6, documents=(2, 3))
