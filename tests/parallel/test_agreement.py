@@ -1,13 +1,16 @@
 """What ranks must agree on: each kind of disagreement is refused on every rank, with the values; agreement costs one exchange."""
 
+from importlib.metadata import PackageNotFoundError
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
+from mindspore.communication import GlobalComm
 
 from kcp.layers import KdaCore, KdaCoreConfig
-from kcp.parallel import CpGroup, RankMismatchError, check_agreement
-from kcp.parallel.agreement import Report, disagreements
+from kcp.parallel import CpGroup, RankMismatchError, agreement, check_agreement
+from kcp.parallel.agreement import Report, describe_array, disagreements, versions
 from kcp.parallel.lockstep import run
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("cpu_device")]
@@ -141,6 +144,75 @@ def test_values_of_a_group_are_compared_within_it():
 def test_a_long_list_of_differences_is_cut():
     told = said(2, lambda g: (g, {"shared": {f"key{n}": g.rank for n in range(9)}}))
     assert told[0].count("rank 1 has 1") == 6 and told[0].endswith("; and 3 more")
+    told = said(2, lambda g: (g, {"shared": {f"key{n}": g.rank for n in range(6)}}))
+    assert told[0].count("rank 1 has 1") == 6 and told[0].endswith("rank 1 has 1")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "phrase"),
+    [(2, "rank 0 has 1, rank 1 has 2"), (9, "ranks 0, 1, 2, 3, 4, 5, 6, 7 have 1, "), (10, "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... have 1, ")],
+)
+def test_many_ranks_are_named_by_the_first_eight(ranks, phrase):
+    reports = [Report(rank, (rank,), {"seed": 1 if rank < ranks - 1 else 2}) for rank in range(ranks)]
+    assert disagreements(reports) == [f"seed: {phrase}rank {ranks - 1} has 2" if ranks > 2 else f"seed: {phrase}"]
+
+
+def test_three_values_are_shown_and_every_differing_list_whole_if_it_is_short():
+    reports = [Report(rank, (rank,), {"names": ["a", "b" * rank]}) for rank in range(5)]
+    shown = [f'rank {rank} has ["a", "{"b" * rank}"]' for rank in range(3)]
+    assert disagreements(reports) == ["names: " + ", ".join(shown)]
+    lists = [Report(rank, (rank,), {"names": list(range(60 + rank))}) for rank in range(2)]
+    assert disagreements(lists) == ["names[60]: rank 0 has nothing, rank 1 has 60"]
+    ranks = [Report(0, (0, 1)), Report(1, (1,))]
+    assert disagreements(ranks) == ["group's ranks: rank 0 has [0, 1], rank 1 has [1]"]
+
+
+def test_a_launcher_that_counts_differently(monkeypatch):
+    monkeypatch.setattr(GlobalComm, "INITED", True)
+    monkeypatch.setenv("RANK_ID", "1")
+    told = said(3, lambda g: (g, {}))
+    expected = [f"rank {rank}: RANK_ID is 1, its rank in the launch is {rank}" for rank in (0, 2)]
+    assert all(text in told[0] for text in expected) and "rank 1:" not in told[0]
+    monkeypatch.delenv("RANK_ID")
+    assert said(3, lambda g: (g, {})) == [""] * 3
+    assert said(1, lambda g: (g, {})) == [""]
+
+
+def test_what_is_compared_of_versions_and_arrays(monkeypatch):
+    found = versions()
+    assert list(found) == ["kcp", "mindspore", "mindformers", "numpy", "python"]
+    assert (found["mindspore"], found["numpy"]) == (ms.__version__, np.__version__)
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(agreement, "version", missing)
+    assert versions() == {**found, "mindformers": "not installed"}
+    values = np.arange(6, dtype=np.float32).reshape(2, 3) / 4
+    described = describe_array(values)
+    assert described.startswith("float32 [2, 3] that begins 0 0.25 0.5 (sha256 ") and len(described.split("sha256 ")[1]) == 17
+    assert describe_array(Tensor(values)) == describe_array(values[:, ::-1][:, ::-1]) == described
+    assert describe_array(values + 1e-7) != described
+
+
+@pytest.mark.parametrize(
+    ("lengths", "keywords", "message"),
+    [
+        (None, {"local_tokens": 4, "num_tokens": 16, "slice_begin": 5}, "rank 2: its slice begins at 5; allowed: 8"),
+        (None, {"local_tokens": 5, "num_tokens": 18}, "rank 2: 5 tokens of 18; allowed: 4.5, the slice of this rank"),
+        ((4, 4, 4, 4), {"local_tokens": 5}, "rank 2: 5 tokens of 16; allowed: 4, the slice of this rank"),
+        ((4, 4, 4, 4), {"local_tokens": 4, "slice_begin": 7}, "rank 2: its slice begins at 7; allowed: 8"),
+        (None, {"local_tokens": 4, "cu_seqlens": ((0, 16), (0, 15))}, "rank 2: cu_seqlens ends at 15; allowed: 16"),
+        (None, {"num_tokens": 16, "cu_seqlens": ((0, 16), ())}, "rank 2: cu_seqlens ends at nothing; allowed: 16"),
+    ],
+)
+def test_tokens_that_do_not_fit(lengths, keywords, message):
+    def arguments(group):
+        right = {"local_tokens": 4, "slice_begin": 4 * group.rank, "cu_seqlens": ((0, 16), (0, 16))}
+        return group, odd(group, {name: right.get(name, keywords[name]) for name in keywords}, keywords)
+
+    told = said(4, arguments, lengths)
+    assert told == [told[0]] * 4 and message in told[0], told[0]
 
 
 def call(core, tokens, **options):

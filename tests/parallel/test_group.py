@@ -6,9 +6,11 @@ from mindspore import Tensor
 
 from kcp import config
 from kcp.layers import KdaCore, KdaCoreConfig
-from kcp.parallel import ContextParallel, CpGroup
+from kcp.parallel import ContextParallel, CpGroup, lockstep
+from kcp.parallel.collectives import SingleRank
 from kcp.parallel.lockstep import LockstepCollectives, _Hub
 from kcp.parallel.strategies import STRATEGIES
+from kcp.parallel.subgroups import context_parallel_group, part
 
 
 def _group(rank=0, size=2, slice_lengths=None):
@@ -25,11 +27,57 @@ def test_slice_bounds():
     assert CpGroup.single().slice_bounds(7) == (0, 7)
 
 
+def test_groups_of_one():
+    for group in (CpGroup.single(), CpGroup.world(), CpGroup.world((7,)), context_parallel_group(1)):
+        assert (group.rank, group.size, isinstance(group.collectives, SingleRank)) == (0, 1, True)
+        assert group.lengths(7) == (7,) and group.longest(7) == 7 and group.traffic is group.collectives.traffic
+    with pytest.raises(ValueError, match="context_parallel_size: 2 is not supported; the launch has 1 ranks"):
+        context_parallel_group(2)
+
+
+def test_lengths_of_slices():
+    assert (_group(1, 3).lengths(4), _group(1, 3).longest(4)) == ((4, 4, 4), 4)
+    assert (_group(1, 3, (5, 0, 2)).lengths(0), _group(1, 3, (5, 0, 2)).longest(0)) == ((5, 0, 2), 5)
+
+
+def test_groups_that_share_a_launch(monkeypatch):
+    """Three groups of two among six ranks; one of all six is the launch itself."""
+
+    def body(world):
+        monkeypatch.setattr(CpGroup, "world", staticmethod(lambda: world))
+        pair, whole = context_parallel_group(2), context_parallel_group(6)
+        with pytest.raises(ValueError, match="context_parallel_size: 4 is not supported; the launch has 6 ranks"):
+            context_parallel_group(4)
+        gathered = pair.collectives.all_gather(Tensor(np.array(world.rank, np.int32)), "state").asnumpy().tolist()
+        return (pair.rank, pair.size), (whole.rank, whole.size), gathered, whole.collectives is world.collectives
+
+    for rank, found in enumerate(lockstep.run(6, body)):
+        first = rank // 2 * 2
+        assert found == ((rank % 2, 2), (rank, 6), [first, first + 1], True)
+
+
+def test_parts_of_a_group():
+    """A part of one rank talks to nobody; its slice is what it was given."""
+
+    def body(group):
+        alone = part(group, range(group.rank, group.rank + 1), (group.rank,))
+        every_other = part(group, range(group.rank % 2, 4, 2), (1, 2))
+        return alone.lengths(0), isinstance(alone.collectives, SingleRank), every_other.rank, every_other.lengths(0)
+
+    assert lockstep.run(4, body) == [((rank,), True, rank // 2, (1, 2)) for rank in range(4)]
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: _group(2, 2), ["rank is 2", "0 to 1"]),
         (lambda: CpGroup(0, 0), ["size is 0", "at least 1"]),
+        (lambda: _group(-1, 2), ["rank is -1", "0 to 1"]),
+        (lambda: CpGroup(True, 2), ["rank is True", "an integer"]),
+        (lambda: CpGroup(0, 2.0), ["size is 2.0", "an integer"]),
+        (lambda: _group(0, 2, (1,)), ["slice_lengths is (1,)", "2 integers"]),
+        (lambda: _group(0, 2, (1, True)), ["slice_lengths is (1, True)", "2 integers"]),
+        (lambda: _group(0, 2, (1, 2.0)), ["slice_lengths is (1, 2.0)", "2 integers"]),
         (lambda: _group(0, 2, (1, 2, 3)), ["slice_lengths is (1, 2, 3)", "2 integers"]),
         (lambda: _group(0, 2, (1, -2)), ["slice_lengths is (1, -2)", ">= 0"]),
         (lambda: _group(0, 2).slice_bounds(7), ["num_tokens is 7", "multiple of the group's size 2"]),
