@@ -1,13 +1,14 @@
 """Plans against numbers computed by hand, and their bytes against what a lockstep run counts."""
 
 import itertools
+from dataclasses import replace
 
 import mindspore as ms
 import pytest
 from core_cases import CoreProblem, check, run_explicit
 
-from kcp.layers import KdaCore
-from kcp.parallel import lockstep, plan
+from kcp.layers import KdaCore, KdaCoreConfig
+from kcp.parallel import CpGroup, lockstep, plan, strategies
 from kcp.parallel.plan import Machine, Sizes, chain_work, choose, compare, estimate, scan_work
 
 FREE = Machine(bandwidth=1e30, latency=0.0, flops=1e9)
@@ -100,6 +101,25 @@ def test_auto_takes_the_cheapest_that_the_heads_allow():
     assert refused == ["none", "ulysses", "hybrid"]
 
 
+@pytest.mark.parametrize("plan_tokens", [None, 640])
+def test_auto_plans_for_what_the_core_is_configured_for(monkeypatch, plan_tokens):
+    """In PyNative; a rank has 4,096 tokens where the configuration does not say how many all have."""
+    planned = []
+
+    def choose_tree(sizes, machine):
+        planned.append((sizes, machine))
+        return plan.Cost("ptp_tree")
+
+    monkeypatch.setattr(plan, "choose", choose_tree)
+    options = {"chunk_size": 32, "disable_recompute": False, "keep_transitions": False, "ptp_head_groups": 2, "hybrid_ulysses_degree": 2}
+    config = KdaCoreConfig(4, 8, head_dim=16, v_head_dim=12, strategy="auto", plan_tokens=plan_tokens, plan_packed=True, **options)
+    resolved = strategies.resolve_auto(config, CpGroup(1, 2))
+    assert resolved == replace(config, strategy="ptp_tree")
+    expected = Sizes(2, 1, plan_tokens or 2 * 4096, 4, 8, 16, 12, packed=True, **options)
+    assert planned == [(expected, plan.machine_of(ms.get_context("device_target"), graph=False))]
+    assert strategies.resolve_auto(resolved, CpGroup(1, 2)) is resolved
+
+
 @pytest.mark.parametrize("fields", [{"ranks": 0}, {"tokens": -1}, {"dtype": "int8"}])
 def test_sizes_are_checked(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
@@ -187,7 +207,7 @@ def test_one_rank_and_refusals_by_hand():
     assert (cost.flops, cost.kept_bytes, cost.exchanges) == (3 * FORWARD_FLOPS, INPUTS + CACHES, 0)
     assert estimate("state_scan", one, FREE).refused == "one rank needs no strategy"
     four = Sizes(4, 2, 64, 4, 8, 3, 5)
-    assert estimate("none", four, FREE).refused == "none is for one rank"
+    assert estimate("none", four, FREE) == plan.Cost("none", "none is for one rank", 0, 0, 0, 0, 0.0, 0.0, 0, 0.0)
     assert estimate("hybrid", four, FREE).refused == "its ulysses degree would be 4: that is ulysses"
     assert estimate("hybrid", Sizes(4, 2, 64, 1, 8, 3, 5), FREE).refused == "its ulysses degree would be 1: that is state_scan"
     assert plan.one_device_seconds(four, machine) == pytest.approx(4 * estimate("none", four_on_one(four), machine).seconds)

@@ -108,6 +108,7 @@ def test_tree_covers_every_earlier_rank_once_in_the_fewest_rounds(size):
             if target >= 0:
                 assert rounds[target][i][2] == position
                 assert sends_state == rounds[target][i][3] == (min(sent[position]) == 0)
+            assert source >= 0 or not receives_state
             if source >= 0:
                 assert not before[position] & sent[source]
                 before[position] |= sent[source]
