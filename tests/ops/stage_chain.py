@@ -22,11 +22,13 @@ class Chain:
     problem: Problem
     cu_form: str = "host"
     use_exp2: bool = True
+    default_scale: bool = False
 
     def __post_init__(self):
         inputs, options = self.problem.inputs, self.problem.options
         self.values = {n: tensor_of(n, x, "BNSD", self.problem.dtype) for n, x in inputs.items()}
-        self.tokens, self.scale = inputs["q"].shape[1], options.get("scale") or inputs["q"].shape[-1] ** -0.5
+        self.tokens = inputs["q"].shape[1]
+        self.scale = None if self.default_scale else options.get("scale") or inputs["q"].shape[-1] ** -0.5
         self.cu = boundaries(options.get("cu_seqlens"), self.cu_form, self.tokens, padding=0)
         self.chunk_size = options.get("chunk_size", 64)
         self.v_first = options.get("state_v_first", False)

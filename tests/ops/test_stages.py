@@ -105,6 +105,19 @@ def test_chain_with_natural_exponents():
     check(Chain(problem, use_exp2=False).run(), problem.truth())
 
 
+@pytest.mark.parametrize("v_first", [False, True])
+def test_chain_with_the_default_scale(v_first):
+    """K^-1/2 in every stage that takes a scale, the backward summary included; T, K, V, B and Hv all differ."""
+    problem = make_problem(9, B=2, T=70, Hk=3, Hv=6, K=24, V=8, initial_state=True, d_final=True, state_v_first=v_first)
+    chain, given = Chain(problem, default_scale=True), Chain(problem)
+    assert "scale" not in problem.options
+    check(chain.run(), problem.truth())
+    c = given.prepare()
+    h, v_new, _ = given.states(c, None)
+    _, dv_local, _ = given.local(c, v_new, h)
+    assert np.array_equal(chain.back_summary(c, dv_local).asnumpy(), given.back_summary(c, dv_local).asnumpy())
+
+
 def test_gk_is_the_chunk_local_sum_of_the_log_decay():
     problem = make_problem(4, T=70, gate="none")
     a = np.swapaxes(problem.inputs["g"], 1, 2).astype(np.float64)
