@@ -26,7 +26,8 @@ def _speedup(strategy, sizes):
 def test_work_by_hand():
     assert scan_work(2) == pytest.approx(0.7 + 1 + 0.85 + 2)
     assert scan_work(3) == scan_work(64) == pytest.approx(1.17 + 1 + 0.85 + 2)
-    assert scan_work(4, keep_transitions=False) == pytest.approx(1.17 + 1 + 0.85 + 1.17 + 2)
+    assert scan_work(3, keep_transitions=False) == scan_work(4, keep_transitions=False) == pytest.approx(1.17 + 1 + 0.85 + 1.17 + 2)
+    assert scan_work(2, True, False) == scan_work(4, True, False) == scan_work(4, keep_transitions=False)
     assert scan_work(2, keep_transitions=False) == scan_work(2)
     assert scan_work(2, packed=True) == scan_work(3, packed=True) == pytest.approx(1.17 + 1 + 0.85 + 2)
     assert scan_work(1) == chain_work(1, 4) == 3

@@ -91,6 +91,7 @@ def test_a_transition_that_is_not_transposed_is_seen(monkeypatch):
 def test_a_whole_layer_keeps_its_gates():
     simulation = LayerSimulation(3, 14, heads=2, width=4, documents=(1, 0, 6, 7))
     errors = simulation.errors("ptp_chain")
+    assert GATES == {"output": 1e-5, **dict.fromkeys(("input", "projections", "convolution", "decay", "norm"), 5e-5)}
     assert set(errors) == set(GATES)
     assert all(errors[name] <= gate for name, gate in GATES.items())
     assert len(simulation.expected) == 2 + len(simulation.weights) == 2 + 19
