@@ -25,7 +25,9 @@ class CoreProblem:
     """One call of KdaCore over all tokens: sizes, options, and which slices the ranks hold.
 
     ``decay``: log decays are uniform in [-decay, 0] (under the lower-bound gate) and write strengths spread up to 2. ``dtype``: of the
-    token tensors; bfloat16 inputs are numbers that bfloat16 holds, so that the float64 recurrence sees the same ones.
+    token tensors; bfloat16 inputs are numbers that bfloat16 holds, so that the float64 recurrence sees the same ones. ``without``: which
+    of a_log and dt_bias are not given. ``with_out_gradient``: False: the final states alone are in the loss, and no gradient of the
+    output exists (explicit runs alone).
     """
 
     lengths: tuple[int, ...]
@@ -42,6 +44,8 @@ class CoreProblem:
     seed: int = 0
     decay: float | None = None
     dtype: str = "float32"
+    without: tuple[str, ...] = ()
+    with_out_gradient: bool = True
     options: dict = field(default_factory=dict)
 
     def config(self, strategy: str | None = None) -> KdaCoreConfig:
@@ -88,7 +92,7 @@ class CoreProblem:
             cu = [0] + [b * sum(self.lengths) + end for b, row in enumerate(self.rows()) for end in row[1:]]
             for name in (*TOKEN_INPUTS, "d_out"):
                 x[name] = x[name].reshape((1, -1) + x[name].shape[2:])
-        inputs = {name: x[name] for name in INPUTS if name != "initial_state" or self.with_initial_state}
+        inputs = {name: x[name] for name in INPUTS if name not in self.without and (name != "initial_state" or self.with_initial_state)}
         truth = kda_reference_grad(
             **inputs,
             cu_seqlens=cu,
@@ -97,7 +101,7 @@ class CoreProblem:
             use_qk_l2norm_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
             state_v_first=c.state_v_first,
-            d_out=x["d_out"],
+            d_out=x["d_out"] if self.with_out_gradient else None,
             d_final_state=x["d_final"] if self.with_final_state else None,
         )
         for name in (*TOKEN_INPUTS, "out"):
@@ -142,14 +146,15 @@ def run_explicit(problem: CoreProblem, group: CpGroup, as_tensor: bool = False) 
     t = problem.rank_tensors(group.rank)
     core = KdaCore(problem.config(), group)
     state = t["initial_state"] if problem.with_initial_state else None
-    tensors = [t[name] for name in INPUTS[:-1]] + [state]
+    tensors = [None if name in problem.without else t[name] for name in INPUTS[:-1]] + [state]
     rows, cu = problem.cu_seqlens, ops.zeros((1,), ms.float32)
     if as_tensor:
         rows, cu = None, boundary_tensor(problem)
     cell = core.strategy_cell(tuple(describe(x) for x in tensors), rows, describe(cu) if as_tensor else None, problem.with_final_state)
-    inputs = tensors[:-1] + [ops.zeros((1,), ms.float32) if state is None else state, cu]
+    inputs = [ops.zeros((1,), ms.float32) if x is None else x for x in tensors] + [cu]
     results = cell.construct(*inputs)
-    grads = cell.bprop(*inputs, results, (t["d_out"], t["d_final"] if problem.with_final_state else None))
+    d_out, d_final = (t["d_out"] if problem.with_out_gradient else None), (t["d_final"] if problem.with_final_state else None)
+    grads = cell.bprop(*inputs, results, (d_out, d_final))
     return _named(results[0], results[1] if problem.with_final_state else None, grads)
 
 
@@ -218,8 +223,10 @@ def errors(problem: CoreProblem, ranks: list[dict[str, np.ndarray]], truth: dict
     out = {name: relative(np.concatenate([r[name] for r in ranks], 1), truth[name]) for name in ("out", *TOKEN_INPUTS)}
     whole = problem.config().reduce_replicated_grads == "kcp"
     a_log, dt_bias = (ranks[0][name] if whole else sum(r[name] for r in ranks) for name in ("a_log", "dt_bias"))
-    out["a_log"] = float(np.max(np.abs(a_log - truth["a_log"]) / truth["a_log_terms"]))
-    out["dt_bias"] = relative(dt_bias, truth["dt_bias"])
+    if "a_log" not in problem.without:
+        out["a_log"] = float(np.max(np.abs(a_log - truth["a_log"]) / truth["a_log_terms"]))
+    if "dt_bias" not in problem.without:
+        out["dt_bias"] = relative(dt_bias, truth["dt_bias"])
     if problem.with_final_state:
         out["final_state"] = max(relative(r["final_state"], truth["final_state"]) for r in ranks)
     if problem.with_initial_state:

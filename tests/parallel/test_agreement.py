@@ -141,6 +141,36 @@ def test_values_of_a_group_are_compared_within_it():
     ]
 
 
+@pytest.mark.parametrize(
+    "members", [lambda r: tuple(range(r // 2 * 2, r // 2 * 2 + 2)), lambda r: (r % 3, r % 3 + 3)], ids=["blocks", "strided"]
+)
+@pytest.mark.parametrize("odd_one", [None, 0, 5])
+def test_groups_that_share_a_launch(members, odd_one):
+    """Six ranks in groups whose values differ from each other's: one exchange if each group agrees, else every rank refuses."""
+
+    def body(group):
+        exchanges = []
+
+        def exchange(x):
+            exchanges.append(x.size)
+            return group.collectives.all_gather(Tensor(x), "parameter").asnumpy()
+
+        values = {"rows": 100 if group.rank == odd_one else members(group.rank)[0]}
+        try:
+            agreement.compare(Report(group.rank, members(group.rank), {"seed": 1}, values), exchange)
+        except RankMismatchError as error:
+            return str(error)
+        return exchanges
+
+    told = run(6, body)
+    if odd_one is None:
+        assert told == [[68]] * 6
+        return
+    first, last = members(odd_one)
+    values = [100 if rank == odd_one else first for rank in (first, last)]
+    assert told == [f"ranks disagree: rows: rank {first} has {values[0]}, rank {last} has {values[1]}"] * 6
+
+
 def test_a_long_list_of_differences_is_cut():
     told = said(2, lambda g: (g, {"shared": {f"key{n}": g.rank for n in range(9)}}))
     assert told[0].count("rank 1 has 1") == 6 and told[0].endswith("; and 3 more")

@@ -44,6 +44,22 @@ def test_states_given_or_not(strategy, initial, final):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("without", [("a_log",), ("dt_bias",), ("a_log", "dt_bias")], ids="-".join)
+def test_gates_without_parameters(strategy, without):
+    """One of the ranks has no tokens."""
+    options = {"reduce_replicated_grads": "kcp"}
+    _run(CoreProblem(lengths=(7, 0, 13), strategy=strategy, num_heads=3, num_v_heads=6, without=without, options=options))
+
+
+@pytest.mark.parametrize("point_to_point", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_final_states_alone_in_the_loss(strategy, point_to_point):
+    """No gradient of the output exists on any rank."""
+    problem = CoreProblem(lengths=(7, 0, 20, 13), strategy=strategy, num_heads=4, num_v_heads=4, with_out_gradient=False)
+    _run(problem, point_to_point)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fast_decay_and_long_first_slice(strategy):
     _run(CoreProblem(lengths=(65, 3), strategy=strategy, slow=False, options={"chunk_size": 64}))
 

@@ -130,3 +130,12 @@ def test_states_where_boundaries_are_not_known_before_the_run(strategy, rows):
     cu = rows if len(rows) > 1 else rows[0]
     problem = CoreProblem(lengths=(9, 1, 22, 8), strategy=strategy, num_heads=4, num_v_heads=4, batch=len(rows), cu_seqlens=cu)
     check(problem, lockstep.run(4, lambda group: run_explicit(problem, group, as_tensor=True), problem.lengths, point_to_point=False))
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["host", "tensor"])
+@pytest.mark.parametrize("strategy", ["state_scan", "ptp_tree", "hybrid"])
+def test_transitions_exchanged_where_a_document_passes_through_some_rows_alone(strategy, as_tensor):
+    """Slices 10 to 20 and 20 to 30 lie inside the first row's document; others begin, end or change there."""
+    rows = ((0, 40, 40), (0, 15, 40), (0, 30, 40))
+    problem = CoreProblem(lengths=(10,) * 4, strategy=strategy, batch=3, cu_seqlens=rows, options={"keep_transitions": False})
+    check(problem, lockstep.run(4, lambda group: run_explicit(problem, group, as_tensor), problem.lengths, not as_tensor))
