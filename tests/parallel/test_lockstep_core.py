@@ -1,8 +1,11 @@
 """KdaCore over W ranks in lockstep against the float64 recurrence: every strategy, unequal slices, states in and out."""
 
 import pytest
-from core_cases import SCANS, STRATEGIES, CoreProblem, check, run_explicit
+from core_cases import INPUTS, SCANS, STRATEGIES, CoreProblem, check, run_explicit
+from mindspore import ops
 
+from kcp.layers import KdaCore
+from kcp.ops.options import describe
 from kcp.parallel import lockstep
 
 
@@ -97,3 +100,41 @@ def test_hybrid_of_every_degree(degree, reduced_by):
 @pytest.mark.parametrize(("ranks", "degree"), [(4, 2), (8, 2), (8, 4)])
 def test_hybrid_blocks_and_scan(ranks, degree):
     _run(CoreProblem(lengths=(5,) * ranks, strategy="hybrid", num_heads=4, num_v_heads=8, options={"hybrid_ulysses_degree": degree}))
+
+
+class Counted:
+    """A backend that notes which summaries it is asked for."""
+
+    def __init__(self, backend):
+        self.backend, self.asked = backend, []
+
+    def __getattr__(self, name):
+        if name in ("forward_summary", "forward_end", "backward_summary", "backward_end"):
+            self.asked.append(name)
+        return getattr(self.backend, name)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "options", "asked"),
+    [
+        (None, {}, [["forward_end"], ["forward_summary", "backward_end"], [], ["backward_end"]]),
+        (None, {"keep_transitions": False}, [["forward_end"], ["forward_summary", "backward_summary"], [], ["backward_end"]]),
+        ((0, 15, 30), {"keep_transitions": False}, [["forward_end"], ["forward_end", "backward_end"], [], ["backward_end"]]),
+    ],
+    ids=["dense", "transitions-exchanged", "packed"],
+)
+@pytest.mark.parametrize("strategy", ["state_scan", "ptp_tree"])
+def test_no_summary_is_made_that_nobody_needs(strategy, cu_seqlens, options, asked):
+    """A known state is followed without its transition; the last rank sends none on, the first none back, one without tokens none."""
+    problem = CoreProblem(lengths=(10, 10, 0, 10), strategy=strategy, batch=1, cu_seqlens=cu_seqlens, options=options)
+
+    def body(group):
+        tensors = problem.rank_tensors(group.rank)
+        inputs = [tensors[name] for name in INPUTS]
+        cell = KdaCore(problem.config(), group).strategy_cell(tuple(map(describe, inputs)), cu_seqlens, None, True)
+        cell.strategy.backend = Counted(cell.strategy.backend)
+        results = cell.construct(*inputs, ops.zeros((1,)))
+        cell.bprop(*inputs, ops.zeros((1,)), results, (tensors["d_out"], tensors["d_final"]))
+        return cell.strategy.backend.asked
+
+    assert lockstep.run(4, body, problem.lengths) == asked

@@ -97,6 +97,13 @@ def test_a_whole_layer_keeps_its_gates():
     assert len(simulation.expected) == 2 + len(simulation.weights) == 2 + 19
 
 
+def test_a_layer_under_the_hybrid_exchanges_heads_among_about_the_square_root_of_the_ranks():
+    for ranks, heads, degree in ((16, 4, 4), (16, 6, 2), (8, 8, 2), (6, 4, 2), (4, 3, 1), (9, 3, 3), (2, 2, 1)):
+        assert LayerSimulation(ranks, ranks, heads=heads, width=4)._hybrid_degree() == degree
+    errors = LayerSimulation(4, 11, heads=2, width=4, documents=(5, 6)).errors("hybrid")
+    assert all(errors[name] <= gate for name, gate in GATES.items())
+
+
 def test_what_a_layer_loses_between_ranks_is_seen(monkeypatch):
     """A halo's gradient that is dropped reaches the input and the projections before the convolution, and nothing else."""
     monkeypatch.setattr(Halo, "backward", lambda self, x, d_halo: ops.zeros_like(x))
