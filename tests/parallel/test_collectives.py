@@ -6,7 +6,7 @@ Real processes run them in ``test_msrun_core.py`` and ``test_msrun_traffic.py``.
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, ops
+from mindspore import Tensor, communication, ops
 
 from kcp.parallel import CpGroup, collectives, lockstep, traffic
 from kcp.parallel.collectives import Collectives, SingleRank, SubgroupCollectives
@@ -89,6 +89,47 @@ def test_each_counts_what_arrives(kind, copies, dtype, record):
         "parameter": (3, 3 * 8 * 4, 3 * 8 * 4),
         "state": (3, 2 * 8 * 4, 3 * copies * 8 * 4),
     }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_device_with_an_all_to_all(monkeypatch, dtype, record):
+    """Nothing is emulated and nothing widened: what arrives is what was meant."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ms, "get_context", lambda name: "Ascend")
+        ranks = [Collectives(rank, 3) for rank in range(3)]
+    wide = [numbers(r, (2, 3, 4), ms.float32).asnumpy() for r in range(3)]
+
+    def body(group):
+        c = ranks[group.rank]
+        c._gather, c._exchange = lambda x: group.collectives.all_gather(x[0], "state"), lambda x: group.collectives.all_to_all(x, "heads")
+        gathered = c.all_gather(numbers(c.rank, (2, 4), dtype), "tokens")
+        exchanged = c.all_to_all(numbers(c.rank, (2, 3, 4), dtype), "heads", 1)
+        assert gathered.dtype == exchanged.dtype == dtype
+        return gathered.astype(ms.float32).asnumpy(), exchanged.astype(ms.float32).asnumpy()
+
+    for rank, (gathered, exchanged) in enumerate(lockstep.run(3, body)):
+        np.testing.assert_array_equal(gathered, [numbers(r, (2, 4), ms.float32).asnumpy() for r in range(3)])
+        np.testing.assert_array_equal(exchanged, [wide[r][:, rank] for r in range(3)])
+    moved = 3 * 2 * 8 * (4 if dtype == ms.float32 else 2)
+    assert [(r.logical, r.physical) for r in (record.read()["tokens"], record.read()["heads"])] == [(moved, moved)] * 2
+
+
+def test_parts_of_the_launch(monkeypatch):
+    """Every second rank of eight, then the last two of those: made once each, by their ranks in the launch."""
+    made = []
+    monkeypatch.setattr(communication, "create_group", lambda name, ranks: made.append((name, ranks)))
+    monkeypatch.setattr(collectives, "_created_groups", set())
+    world = Collectives(6, 8)
+    even = world.subgroup(range(0, 8, 2))
+    assert (type(even), even.rank, even.size, even.world_ranks) == (SubgroupCollectives, 3, 4, (0, 2, 4, 6))
+    last = even.subgroup(range(2, 4))
+    assert (last.rank, last.size, last.world_ranks) == (1, 2, (4, 6))
+    alone = even.subgroup(range(3, 4))
+    assert (alone.rank, alone.size, alone.world_ranks) == (0, 1, (6,))
+    assert [ranks for _, ranks in made] == [[0, 2, 4, 6], [4, 6], [6]] and len({name for name, _ in made}) == 3
+    assert world.subgroup(range(4, 8, 2)).world_ranks == (4, 6) and len(made) == 3
+    monkeypatch.setattr(world, "has_all_to_all", True)
+    assert type(world.subgroup(range(0, 8, 2))) is Collectives
 
 
 def test_messages_name_ranks_of_the_launch(monkeypatch, record):

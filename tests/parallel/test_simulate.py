@@ -67,6 +67,7 @@ def test_weights_of_a_simulated_layer_keep_what_they_project():
 def test_distances_by_hand():
     one, two = np.array([3.0, 4.0]), np.array([3.0, 4.5])
     assert relative(two, one) == pytest.approx(0.1)
+    assert relative(two / 100, one / 100) == pytest.approx(0.1)
     assert relative(one, 0 * one) == 5.0
     assert relative(0 * one, 0 * one) == 0.0
 
