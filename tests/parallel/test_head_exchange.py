@@ -1,12 +1,14 @@
-"""Ulysses' exchange around any core: what each rank's core sees, what comes back, and that each way's backward is its adjoint."""
+"""Ulysses' exchange around any core, and the sequence gathered whole: what each rank sees, what comes back, backwards as adjoints."""
 
 import itertools
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
 from kcp.parallel import ContextParallel, lockstep
+from kcp.parallel.gather import GatherSequence
 from kcp.parallel.ulysses import HeadsToSequence, SequenceToHeads
 
 SLICES = [None, (3, 4, 1), (0, 5, 3)]
@@ -51,6 +53,26 @@ def test_there_and_back(batch, slices, heads):
         np.testing.assert_array_equal(again, cut(x, slices, rank).asnumpy())
         np.testing.assert_array_equal(grad, cut(d_whole, slices, rank).asnumpy())
         np.testing.assert_array_equal(grad_back, d_local[:, :, mine])
+
+
+@pytest.mark.parametrize("dtype", [ms.float32, ms.float16], ids=str)
+@pytest.mark.parametrize("slices", SLICES, ids=str)
+def test_a_gathered_sequence_and_its_adjoint(slices, dtype):
+    """Every rank has a gradient of the whole sequence of its own; they are summed in float32."""
+    total = sum(tokens_of(slices))
+    x, d_whole = integers(0, 2, total, 5), [integers(1 + rank, 2, total, 5) for rank in range(3)]
+
+    def body(group):
+        cell, local = GatherSequence(group), cut(x, slices, group.rank).astype(dtype)
+        whole = cell.construct(local)
+        grad = cell.bprop(local, whole, Tensor(d_whole[group.rank]).astype(dtype))[0]
+        assert whole.dtype == grad.dtype == dtype
+        assert group.traffic.read()["tokens"].exchanges == 2
+        return whole.astype(ms.float32).asnumpy(), grad.astype(ms.float32).asnumpy()
+
+    results = lockstep.run(3, body, slices)
+    assert all(np.array_equal(whole, x) for whole, _ in results)
+    np.testing.assert_array_equal(np.concatenate([grad for _, grad in results], 1), sum(d_whole))
 
 
 class Reversed(nn.Cell):
