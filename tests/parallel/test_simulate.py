@@ -139,14 +139,16 @@ def test_sizes_are_checked():
     for ranks in (0, 65):
         with pytest.raises(ValueError, match=f"ranks is {ranks}; allowed: 1 to 64"):
             core_errors("state_scan", ranks, 130)
-    with pytest.raises(ValueError, match="have 5 tokens; allowed: tokens = 6"):
-        core_errors("state_scan", 2, 6, documents=(2, 3))
+    for ranks in (2, 64):  # as many as are allowed
+        with pytest.raises(ValueError, match="have 5 tokens; allowed: tokens = 6"):
+            core_errors("state_scan", ranks, 6, documents=(2, 3))
     with pytest.raises(ValueError, match="num_heads is 1; allowed under ulysses"):
         core_errors("ulysses", 2, 6, heads=1)
     ranks = "allowed: 2 to 64"
     for sizes, line in (
         ((65, 130), f"ranks is 65; {ranks}"),
         ((1, 8), f"ranks is 1; {ranks}"),
+        ((64, 63), "tokens is 63;"),
         ((4, 3), "tokens is 3; allowed: at least 1 a rank, 4"),
     ):
         with pytest.raises(ValueError, match=line):
