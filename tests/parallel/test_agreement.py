@@ -203,6 +203,9 @@ def test_a_launcher_that_counts_differently(monkeypatch):
     told = said(3, lambda g: (g, {}))
     expected = [f"rank {rank}: RANK_ID is 1, its rank in the launch is {rank}" for rank in (0, 2)]
     assert all(text in told[0] for text in expected) and "rank 1:" not in told[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(GlobalComm, "INITED", False)
+        assert said(3, lambda g: (g, {})) == [""] * 3
     monkeypatch.delenv("RANK_ID")
     assert said(3, lambda g: (g, {})) == [""] * 3
     assert said(1, lambda g: (g, {})) == [""]
@@ -242,7 +245,7 @@ def test_tokens_that_do_not_fit(lengths, keywords, message):
         return group, odd(group, {name: right.get(name, keywords[name]) for name in keywords}, keywords)
 
     told = said(4, arguments, lengths)
-    assert told == [told[0]] * 4 and message in told[0], told[0]
+    assert told == [told[0]] * 4 and message in told[0] and "not sliced" not in told[0], told[0]
 
 
 def call(core, tokens, **options):
