@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -23,10 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kcp.launch_watch import RUN_ID, Ending, Watch, kill_run, last_lines, msrun_exit_codes, read_record, tail_text
+from kcp.launch_watch import RUN_ID, Ending, Relay, Watch, kill_run, last_lines, msrun_exit_codes, read_record, tail_text
 from kcp.launch_worker import CORES, SCHEDULER, STATUS_DIR
 
-PROGRESS = re.compile(r"^(kcp: (?!error:)|step\b)")
 USER_ERROR = "kcp: error: "
 POLL_SECONDS = 0.1
 SETTLE_SECONDS = 1.0
@@ -155,7 +153,7 @@ class _Run:
         """Exit code, or None when the port was taken in the meantime and another attempt is due."""
         log_dir = self.options.log_dir
         _prepare(log_dir)
-        relay = _Relay(log_dir / "worker_0.log", self.options.verbose) if 0 in self.options.ranks else None
+        relay = Relay(log_dir / "worker_0.log", self.options.verbose) if 0 in self.options.ranks else None
         self.started = time.time()
         with _signals(self._interrupt):
             parent = self._start()
@@ -251,7 +249,7 @@ class _Run:
         done = len(endings) == len(self.options.ranks) and all(ending.finished for ending in endings)
         return done and time.time() - max(ending.time for ending in endings) > TEARDOWN_GRACE
 
-    def _settle(self, relay: _Relay | None) -> None:
+    def _settle(self, relay: Relay | None) -> None:
         """Give other workers a moment to leave their records, so that the first failure is the first."""
         deadline = time.time() + SETTLE_SECONDS
         while time.time() < deadline and not self.watch.all_gone:
@@ -337,27 +335,6 @@ class _Run:
 
     def _interrupt(self) -> None:
         self.interrupted = True
-
-
-class _Relay:
-    """Prints what rank 0 says as it says it."""
-
-    def __init__(self, log: Path, everything: bool) -> None:
-        self.log = log
-        self.everything = everything
-        self.position = 0
-        self.rest = b""
-
-    def pump(self) -> None:
-        with contextlib.suppress(OSError), open(self.log, "rb") as file:
-            file.seek(self.position)
-            data = file.read()
-            self.position += len(data)
-            *lines, self.rest = (self.rest + data).split(b"\n")
-            for line in lines:
-                text = line.decode("utf-8", errors="replace")
-                if self.everything or PROGRESS.match(text):
-                    print(text, flush=True)
 
 
 @contextlib.contextmanager

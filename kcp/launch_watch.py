@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN_ID = "KCP_RUN_ID"
+_PROGRESS = re.compile(r"^(kcp: (?!error:)|step\b)")
 _MSRUN_EXIT = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
 _PEER_SYMPTOM = re.compile(
     r"time[d]? ?out|collective|all_?reduce|all_?gather|all_?to_?all|broadcast|disconnect|connection|\bpeer\b|hccl|"
@@ -275,6 +276,27 @@ def last_lines(path: Path, count: int = 15) -> list[str]:
         lines = lines[: ends[0]]
     lines = [line for line in lines if line.strip(" -=") and line not in errors and not _NOISE.match(line)]
     return errors + lines[-count:]
+
+
+class Relay:
+    """Prints what rank 0 says as it says it: everything, or its progress lines."""
+
+    def __init__(self, log: Path, everything: bool) -> None:
+        self.log = log
+        self.everything = everything
+        self.position = 0
+        self.rest = b""
+
+    def pump(self) -> None:
+        with contextlib.suppress(OSError), open(self.log, "rb") as file:
+            file.seek(self.position)
+            data = file.read()
+            self.position += len(data)
+            *lines, self.rest = (self.rest + data).split(b"\n")
+            for line in lines:
+                text = line.decode("utf-8", errors="replace")
+                if self.everything or _PROGRESS.match(text):
+                    print(text, flush=True)
 
 
 def _signal_all(pids: Iterable[int], number: int) -> None:

@@ -17,6 +17,12 @@ def _device(cpu_device):
 
 
 @pytest.fixture(autouse=True)
+def _unforced(monkeypatch):
+    """A backend that ``KCP_BACKEND`` forces on the other tests is none of these tests' concern."""
+    monkeypatch.delenv("KCP_BACKEND", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _no_unfinished_gradient():
     """An error in the middle of ``ms.grad`` leaves MindSpore's executor there; the next test must not begin inside it."""
     yield

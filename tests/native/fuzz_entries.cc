@@ -56,6 +56,7 @@ Problem attention(int which, Bytes& in) {
   const int64_t G = 1 + in.next(3), H = G * (1 + in.next(3)), C = 16 << in.next(3);
   int64_t K = kWidths[in.next(12)], V = kWidths[in.next(12)], T = in.next(150), B = 1 + in.next(3);
   if (K * V * H > 16384) T %= 40;
+  else if (K * V * H <= 1024 && in.next(4) == 0) T *= 8;  // more than one segment
   const int flags = in.next(256), head_major = in.next(2);
   const bool packed = flags & 1, initial = flags & 2, final = flags & 4, cached = flags & 8, bias = flags & 16, want_m = flags & 32,
              flat = flags & 64, range = flags & 128;
@@ -111,7 +112,8 @@ Problem attention(int which, Bytes& in) {
   const auto add = [&](std::vector<Tensor> more) { inputs.insert(inputs.end(), more.begin(), more.end()); };
   const auto start = [&](std::vector<Tensor> all) { inputs = all, inputs.insert(inputs.begin(), Tensor{Dims{14}, "int64"}); };
   const int64_t Kp = (K + 31) / 32 * 32, Vp = (V + 31) / 32 * 32, slots = (packed ? 1 : B) * chunks * heads * (Kp * Vp + C * (Vp + 128)) + 32;
-  const Tensor cache = cached ? Tensor{Dims{slots}} : none, given = initial ? Tensor{state} : none;
+  const int64_t inner = B * T / (32 * C) * heads * K * V;
+  const Tensor cache = cached || inner ? Tensor{Dims{cached ? slots : inner}} : none, given = initial ? Tensor{state} : none;
   const Tensor dy = final ? Tensor{state} : none;
   switch (which) {
     case 0:

@@ -11,6 +11,7 @@ import numpy as np
 LANE = 32
 CHUNK = 64
 CACHE_HEADER = 32
+SEGMENT = 32
 GATES = {"none": 0, "lower_bound": 1, "softplus": 2}
 PRESENT = dict(a_log=1, dt_bias=2, initial_state=4, cu_seqlens=8, final_state=16, cache=32, d_final_state=64, want_m=128)
 
@@ -101,7 +102,8 @@ class Problem:
         chunks = int(np.sum(-(-lengths // options.chunk)))
         slot = padded(key) * padded(value) + options.chunk * (padded(value) + 2 * CHUNK)
         self.with_cache = cache
-        self.cache = np.full(chunks * self.range * slot + CACHE_HEADER if cache else 1, np.nan, np.float32)
+        states = int(np.sum((lengths - 1).clip(0) // (SEGMENT * options.chunk))) * key * value
+        self.cache = np.full(self.range * chunks * slot + CACHE_HEADER if cache else max(1, self.range * states), np.nan, np.float32)
 
     def _in(self, name):
         x = self.store(self.x[name])

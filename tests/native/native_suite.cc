@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <string>
@@ -122,7 +123,8 @@ static std::vector<Array> fused(const Shape& s, bool saved, bool stages) {
   const int base = 1 + 2 + 4 + (s.bounds.empty() ? 0 : 8), cached = saved ? 32 : 0;
   const int64_t slot = padded(K) * padded(V) + s.chunk * (padded(V) + 2 * 64);
   Array out({B, T, H, V}, s.dtype), ht({N, H, K, V}),
-      cache({saved ? (s.bounds.empty() ? B : 1) * chunks_of(s, s.chunk) * H * slot + 32 : 1});
+      cache({saved ? (s.bounds.empty() ? B : 1) * chunks_of(s, s.chunk) * H * slot + 32
+                   : std::max<int64_t>(1, B * T / (32 * s.chunk) * H * K * V)});
   Array forward = options(s, base + 16 + cached), backward = options(s, base + 64 + cached);
   expect(call(kcp_forward, {&forward, &q, &k, &v, &g, &beta, &a_log, &bias, &h0, &cu, &out, &ht, &cache}) == 0,
          "forward");
@@ -271,6 +273,8 @@ int main() {
       {1, 40, 2, 2, 16, 16, 64, 1, {0, 40}, "bfloat16"},
       {1, 40, 2, 1, 24, 16, 64, 2, {}, "float16"},
       {1, 66, 1, 1, 128, 256, 64, 1, {}, "float32"},
+      {1, 1100, 1, 1, 20, 24, 16, 1, {}, "float32"},
+      {1, 1200, 2, 2, 16, 40, 16, 1, {0, 513, 513, 1200}, "float32"},
   };
   printf("%s\n", kcp_isa());
   for (const Shape& s : shapes) {

@@ -42,6 +42,7 @@ CASES = {
     "decay_1000": dict(tokens=130, gate="none", spread=1000.0),
     "no_decay": dict(tokens=130, gate="none", spread=0.0),
     "gates_60": dict(tokens=130, spread=60.0),
+    "segments": dict(tokens=4200, heads=1, key=32, value=32),
 }
 OPTIONS = {
     "head_major": (dict(head_major=True), dict(tokens=130, heads=4, key_heads=2, batch=2)),
@@ -53,6 +54,9 @@ OPTIONS = {
     "chunk_16": (dict(chunk=16), dict(tokens=130, heads=4, key_heads=2)),
     "chunk_32_pack": (dict(chunk=32), dict(tokens=0, lengths=(20, 0, 65, 1, 130, 64, 0))),
     "chunk_16_one_head": (dict(chunk=16), dict(tokens=400, heads=1)),
+    "segments_16": (dict(chunk=16), dict(tokens=1300, heads=1, key=40, value=24, v_first=True)),
+    "segments_pack": (dict(chunk=16), dict(tokens=0, lengths=(513, 0, 1100, 1, 512, 600), heads=2, key_heads=1, key=24, value=40)),
+    "segments_batch": (dict(chunk=16, head_major=True), dict(tokens=1030, batch=2, heads=3, key=20, value=70, a_log=False)),
     "scale_epsilon": (dict(scale=0.3, epsilon=0.5), dict(tokens=70)),
 }
 
@@ -102,11 +106,25 @@ def test_options(native, option):
     check(results(problem), kda(problem.x, problem.o))
 
 
-@pytest.mark.parametrize("case", ["T200", "pack_gqa", "one_head", "batch"])
-def test_recompute_gives_the_bits_of_saved(native, case):
-    a, b = results(setup(native, CASES[case])), results(setup(native, CASES[case], cache=False))
-    for name in a:
-        assert np.array_equal(a[name], b[name]), name
+@pytest.mark.parametrize("case", ["T200", "pack_gqa", "one_head", "batch", "segments", "segments_16", "segments_pack", "segments_batch"])
+def test_recompute_gives_the_bits_of_saved(native, case, monkeypatch):
+    """In one go or segment by segment, by head or (few heads for the threads) by columns and chunks, in longer segments for many threads."""
+    options, case = OPTIONS[case] if case in OPTIONS else ({}, CASES[case])
+    want = results(setup(native, case, options))
+    for threads in (1, 2, 40):
+        monkeypatch.setenv("KCP_NUM_THREADS", str(threads))
+        got = results(setup(native, case, options, cache=False))
+        for name in want:
+            assert np.array_equal(want[name], got[name]), (threads, name)
+
+
+def test_segments_need_their_states(native):
+    """A backward that is given too few states between its segments says so."""
+    problem = setup(native, CASES["segments"], cache=False)
+    problem.forward()
+    problem.cache = problem.cache[:-1].copy()
+    with pytest.raises(AssertionError):
+        problem.backward()
 
 
 @pytest.mark.parametrize("case", ["T200", "pack", "one_head", "gqa"])

@@ -156,6 +156,26 @@ def test_recomputed_backward_equals_saved_bitwise(gate, packed):
     assert_same_bits(run(problem, disable_recompute=False), run(problem, disable_recompute=True))
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        ({"T": 1300, "Hk": 1}, {}),
+        ({"T": 1040, "B": 2, "Hk": 1, "Hv": 3}, {"layout": "BNSD", "jit": True}),
+        ({"lens": (513, 0, 1030, 1), "Hk": 1, "state_v_first": True}, {"cu_form": "tensor", "jit": True}),
+        ({"lens": (600, 512), "Hk": 2, "Hv": 4, "dtype": "bfloat16"}, {"cu_form": "tensor"}),
+    ],
+    ids=["one_head", "batch", "packed", "groups"],
+)
+def test_a_sequence_of_many_chunks_recomputed(backend, sizes, how):
+    """More chunks than a kernel treats at once (512 tokens of chunk_size 16): the oracle's values, the bits of a saved backward."""
+    how = {**how, "jit": backend == "native" and how.get("jit", False)}  # composite's graphs unroll their chunks
+    problem = make_problem(23, initial_state=True, d_final=True, chunk_size=16, V=24, **sizes)
+    got = run(problem, disable_recompute=False, **how)
+    check(got, problem.truth(), dtype=sizes.get("dtype", "float32"))
+    assert_same_bits(got, run(problem, disable_recompute=True, **how))
+
+
 def test_final_state_is_none_unless_asked_for():
     problem = make_problem(17, T=5)
     values = {n: tensor_of(n, x) for n, x in problem.inputs.items()}

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
+from _msrun import REPO
 from _runs import begin, finish, prepare
 
 SETTLED = 100  # steps after which a worker must be as large as it will get
@@ -38,10 +40,24 @@ def watch(folder: Path, process, steps: int) -> list[list[tuple[int, dict]]]:
     return samples
 
 
-@pytest.mark.parametrize("steps", [pytest.param(300, marks=pytest.mark.ci), pytest.param(2000, marks=pytest.mark.once)])
-def test_workers_do_not_grow(tmp_path, steps):
+def quickstart(folder: Path) -> Path:
+    """The run of ``scripts/quickstart.sh``, its results in ``folder``."""
+    run = yaml.safe_load((REPO / "configs" / "tiny_cp2.yaml").read_text())
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(run | {"output_dir": str(folder / "out")}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("configure", "steps"),
+    [
+        pytest.param(lambda folder: prepare(folder, cp=2), 300, marks=pytest.mark.ci, id="small"),
+        pytest.param(quickstart, 2000, marks=pytest.mark.once, id="quickstart"),
+    ],
+)
+def test_workers_do_not_grow(tmp_path, configure, steps):
     with (tmp_path / "said.txt").open("w") as said:  # a pipe that nobody reads would stop the launcher
-        process = begin(prepare(tmp_path, cp=2), steps, output=said)
+        process = begin(configure(tmp_path), steps, output=said)
         samples = watch(tmp_path / "out", process, steps)
         finish(process)
     for rank, found in enumerate(samples):

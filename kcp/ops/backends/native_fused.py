@@ -31,6 +31,7 @@ from kcp.ops.backends.native_call import (
 LONGEST_CHUNK = 64  # row length of the saved Aqk and Akk
 LANE = 32
 CACHE_HEADER = 32
+SEGMENT = 32  # chunks that a recomputing backward treats at once, kSegment in native/problem.h
 
 
 def _padded(width):
@@ -78,10 +79,10 @@ class _Operators:
         return batch if self.opts.cu_seqlens is None else cu[0] - 1, batch, tokens, heads, heads // group, key, value
 
     def _cache_size(self, num_sequences, batch, tokens, heads, key, value):
-        """Floats of the forward's cache: h, v_new, Aqk and Akk of every chunk and head."""
-        if not self.opts.disable_recompute:
-            return 1
+        """Floats of what the forward keeps: h, v_new, Aqk and Akk of every chunk and head; to recompute, the states between segments."""
         cu, chunk = self.opts.cu_seqlens, self.opts.chunk_size
+        if not self.opts.disable_recompute:
+            return max(1, batch * tokens // (SEGMENT * chunk) * heads * key * value)
         if isinstance(cu, tuple):
             chunks = sum(-(-(e - b) // chunk) for b, e in zip(cu[:-1], cu[1:], strict=True))
         elif cu == "tensor":
@@ -161,7 +162,7 @@ def op_forward_into(out, opts, q, k, v, g, beta, a_log, dt_bias, initial_state, 
     o = _cached_operators(opts, heads)
     cu = cu if o.boundaries is None else o.boundaries
     final_state, cache = o.forward_into(o.forward_options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, out)
-    return final_state, (cache,) if opts.disable_recompute else ()
+    return final_state, (cache,)
 
 
 def op_backward_into(grads, opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final, heads):
@@ -172,8 +173,7 @@ def op_backward_into(grads, opts, q, k, v, g, beta, a_log, dt_bias, initial_stat
     """
     o = _cached_operators(opts, heads)
     cu = cu if o.boundaries is None else o.boundaries
-    cache = saved[0] if opts.disable_recompute else o.nothing
-    return o.backward_into(o.backward_options[0], q, k, v, g, beta, a_log, dt_bias, initial_state, cu, d_out, d_final, cache, *grads)
+    return o.backward_into(o.backward_options[0], q, k, v, g, beta, a_log, dt_bias, initial_state, cu, d_out, d_final, saved[0], *grads)
 
 
 @constexpr(check=False)
@@ -198,13 +198,13 @@ def op_forward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, heads=
     """Forward of ``chunk_kda``; absent optional inputs are placeholders (``opts.has_*``).
 
     Returns:
-        ``(out, final_state, saved)``: out token-major in v's dtype, final_state float32, saved a tuple of caches for
-        :func:`op_backward` (empty when the backward is to recompute them).
+        ``(out, final_state, saved)``: out token-major in v's dtype, final_state float32, saved what
+        :func:`op_backward` needs: a cache, or, when it is to recompute that, the states between its segments.
     """
     op, options, boundaries = _forward(opts, heads)
     cu = cu if boundaries is None else boundaries
     out, final_state, cache = op(options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu)
-    return out, final_state, (cache,) if opts.disable_recompute else ()
+    return out, final_state, (cache,)
 
 
 def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved, d_out, d_final, heads=(0, 0)):
@@ -218,8 +218,7 @@ def op_backward(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, saved
     if d_out is None:
         d_out = ops.zeros(_out_shape(opts.layout, v.shape), v.dtype)
     d_final = nothing if d_final is None else d_final
-    cache = saved[0] if opts.disable_recompute else nothing
-    return op(options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, d_out, d_final, cache)
+    return op(options, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, d_out, d_final, saved[0])
 
 
 def op_summary(opts, q, k, v, g, beta, a_log, dt_bias, initial_state, cu, with_transition=True, heads=(0, 0)):
@@ -237,7 +236,7 @@ def op_state_gradient(opts, q, k, v, g, beta, a_log, dt_bias, cu, saved, d_out, 
     """Gradient that reaches the initial state of every sequence (dE of the backward summary): the dh recurrence alone.
 
     Args:
-        saved: caches of :func:`op_forward` (empty when its options recompute).
+        saved: what :func:`op_forward` kept; not read when its options recompute.
         d_final: gradient of the final states ``[N, Hv, K, V]``, or None for zeros.
 
     Returns:

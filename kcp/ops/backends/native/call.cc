@@ -9,12 +9,12 @@ namespace {
 
 long padded(long width) { return (width + kLane - 1) / kLane * kLane; }
 
-void read_sequences(const Call& call, int boundaries, const Sizes& n, std::vector<Sequence>& out, int chunk,
-                    long* num_chunks) {
-  long chunks = 0;
+void read_sequences(const Call& call, int boundaries, Sizes& n, std::vector<Sequence>& out, int chunk) {
   auto add = [&](long b, long begin, long end) {
-    out.push_back({b, begin, end, chunks});
-    chunks += (end - begin + chunk - 1) / chunk;
+    const long chunks = (end - begin + chunk - 1) / chunk;
+    out.push_back({b, begin, end, n.num_chunks, n.num_inner});
+    n.num_chunks += chunks;
+    if (chunks) n.num_inner += (chunks - 1) / kSegment;
   };
   if (call.has(kHasCuSeqlens)) {
     const int32_t* bounds = call.ints(boundaries);
@@ -29,7 +29,6 @@ void read_sequences(const Call& call, int boundaries, const Sizes& n, std::vecto
   } else {
     for (long b = 0; b < n.batch; b++) add(b, 0, n.tokens);
   }
-  *num_chunks = chunks;
 }
 
 int read_chunk(const Call& call) {
@@ -117,7 +116,7 @@ Sizes read_problem(const Call& call, Problem& p, std::vector<Sequence>& sequence
   p.a_log = call.floats(6, call.has(kHasALog), n.heads);
   p.dt_bias = call.floats(7, call.has(kHasDtBias), n.heads * p.key_width);
   if (p.gate == kGateSoftplus && !p.a_log) Call::fail("the softplus gate needs a_log");
-  read_sequences(call, 9, n, sequences, p.chunk, &n.num_chunks);
+  read_sequences(call, 9, n, sequences, p.chunk);
   p.sequences = sequences.data();
   p.num_sequences = (long)sequences.size();
   return n;
@@ -141,7 +140,7 @@ Sizes read_caches(const Call& call, Problem& p, std::vector<Sequence>& sequences
   p.chunk = read_chunk(call);
   p.state_v_first = (int)call.option(kStateVFirst);
   p.scale = call.real(kScale);
-  read_sequences(call, boundaries, n, sequences, p.chunk, &n.num_chunks);
+  read_sequences(call, boundaries, n, sequences, p.chunk);
   p.sequences = sequences.data();
   p.num_sequences = (long)sequences.size();
   return n;

@@ -48,7 +48,7 @@ enum Present {
 struct Sizes {
   long batch, tokens, heads, key_heads;  // of the inputs
   long head_begin, head_end;
-  long num_chunks;  // over all sequences
+  long num_chunks, num_inner;  // chunks and inner segments of all sequences
 };
 
 struct BadCall {};  // thrown after the reason has been written to stderr

@@ -70,9 +70,9 @@ void run_chunks(const Problem& p, const Sizes& n, const std::function<void(long,
   std::vector<long> owner;  // sequence of every chunk
   for (long s = 0; s < p.num_sequences; s++)
     for (long t = p.sequences[s].begin; t < p.sequences[s].end; t += p.chunk) owner.push_back(s);
-  run_items(n.num_chunks * p.num_heads, [&](long item, void* scratch) {
+  run_items((long)owner.size() * p.num_heads, [&](long item, void* scratch) {
     const long chunk = item / p.num_heads, s = owner[chunk];
-    work(s, n.head_begin + item % p.num_heads, chunk - p.sequences[s].chunk, scratch);
+    work(s, n.head_begin + item % p.num_heads, chunk + p.sequences[0].chunk - p.sequences[s].chunk, scratch);
   });
 }
 

@@ -3,6 +3,8 @@
 // caches and parameter gradients hold the heads of the range only. Token results hold the range or all heads: a range
 // is then written where it belongs, so that the calls of all ranges fill one tensor (which the framework then sees as
 // an input).
+#include <algorithm>
+
 #include "entry.h"
 
 namespace kcp {
@@ -23,12 +25,18 @@ float* cache_slots(const Call& call, int i, const Problem& p, const Sizes& n, bo
   if (!(base[0] >= 1 && base[0] < kCacheHeader)) Call::fail("tensor %d is not a cache of the forward", i);
   return base + (long)base[0] - n.head_begin * slot_floats(p);
 }
+long chunks_of(const Problem& p, const Sequence& s) { return (s.end - s.begin + p.chunk - 1) / p.chunk; }
 long state_floats(const Problem& p) { return p.num_sequences * p.num_heads * p.key_width * p.value_width; }
 
 // a pointer that absolute head numbers index, to a tensor that starts at the first head of the range
 template <class T>
 T* at_first_head(T* x, const Sizes& n, long floats_per_head) {
   return x ? x - n.head_begin * floats_per_head : nullptr;
+}
+// the tensor that holds the states of the inner segments where there is no cache
+float* inner_states(const Call& call, int i, const Problem& p, const Sizes& n) {
+  const long state = p.key_width * p.value_width;
+  return at_first_head(call.floats(i, !call.has(kHasCache) && n.num_inner, n.num_inner * p.num_heads * state), n, state);
 }
 // a token result that holds the heads [first, last) or all of them
 View result(const Call& call, int i, const Sizes& n, long width, bool head_major, bool scalar, long first, long last,
@@ -65,6 +73,7 @@ void forward(const Call& call) {
   p.out = result(call, 10, n, p.value_width, false, false, n.head_begin, n.head_end, n.heads);
   p.final_state = at_first_head(call.floats(11, call.has(kWantFinalState), state_floats(p)), n, state);
   p.cache = cache_slots(call, 12, p, n, true);
+  p.inner_states = inner_states(call, 12, p, n);
   forward_columns(p, n);
   zero_tail(p, n, p.out, p.value_width, n.head_begin, p.num_heads);
 }
@@ -84,21 +93,80 @@ void summary(const Call& call) {
             });
 }
 
-// Few heads for the threads: the dh recurrence over value columns first, then all chunks at once.
-void backward_wide(Problem& p, const Sizes& n) {
-  Buffer saved, states = allocate(n.num_chunks * p.num_heads * p.key_padded * p.value_padded);
-  if (!p.cache) {
-    saved = allocate(saved_floats(p, n));
-    p.cache = at_first_head(saved.get(), n, slot_floats(p));
-    forward_columns(p, n);
+// The chunks [first, last) of one sequence as a problem of their own: what a recomputing backward saves for a segment is
+// still in the caches when it is read. The gradient of the state at its end arrives in `arriving`, that at its start goes
+// to `leaving`, both indexed by head, unless the sequence ends or starts there.
+struct Segment {
+  Sequence sequence;
+  Problem problem;
+  Segment(const Problem& p, long n, long first, long last, float* arriving, float* leaving)
+      : sequence(p.sequences[n]), problem(p) {
+    const long heads = p.num_heads * p.key_width * p.value_width, chunks = chunks_of(p, sequence);
+    if (first > 0)
+      problem.initial_state = p.inner_states ? p.inner_states + (sequence.inner + first / kSegment - 1) * heads : nullptr;
+    else if (p.initial_state)
+      problem.initial_state = p.initial_state + n * heads;
+    problem.d_final_state = last < chunks ? arriving : p.d_final_state ? p.d_final_state + n * heads : nullptr;
+    problem.d_initial_state = first > 0 ? leaving : p.d_initial_state ? p.d_initial_state + n * heads : nullptr;
+    problem.inner_states = nullptr;
+    problem.sequences = &sequence;
+    problem.num_sequences = 1;
+    if (last < chunks) sequence.end = sequence.begin + last * p.chunk;
+    sequence.begin += first * p.chunk;
+    sequence.chunk += first;
   }
-  p.state_gradient = at_first_head(states.get(), n, p.key_padded * p.value_padded);
-  each_head(p, n, p.value_padded,
-            [&](long s, long h, int first, int last, void* scratch) {
-              kernels().state_gradient(p, s, h, first, last, true, scratch);
-            });
-  run_chunks(p, n,
-             [&](long s, long h, long chunk, void* scratch) { kernels().backward_chunk(p, s, h, chunk, scratch); });
+  Segment(const Segment&) = delete;
+};
+
+// One head of one sequence, segment by segment from the end; with a cache in one go.
+void backward_sequence(const Problem& p, long n, long head, void* scratch) {
+  const long state = p.key_width * p.value_width, chunks = chunks_of(p, p.sequences[n]),
+             step = p.cache || chunks < kSegment ? chunks : kSegment;
+  const ThreadRoom room(p.cache ? 0 : step * slot_floats(p) + state);
+  float* gradient = p.cache ? nullptr : room.data + step * slot_floats(p) - head * state;
+  for (long last = chunks, first; last >= 0; last = first > 0 ? first : -1) {
+    first = last > step ? (last - 1) / step * step : 0;
+    const Segment segment(p, n, first, last, gradient, gradient);
+    kernels().backward(segment.problem, 0, head, room.data, scratch);
+  }
+}
+
+// Few heads for the threads: the dh recurrence over value columns first, then all chunks at once; both for all sequences
+// or, where one is long, for segments long enough to occupy the threads.
+void backward_wide(const Problem& p, const Sizes& n) {
+  const long items = 4 * num_threads(), segment_items = kSegment * p.num_heads, slot = slot_floats(p),
+             padded_state = p.key_padded * p.value_padded, state = p.key_width * p.value_width,
+             step = (items + segment_items - 1) / segment_items * kSegment;
+  long longest = 0;
+  for (long s = 0; s < p.num_sequences; s++) longest = std::max(longest, chunks_of(p, p.sequences[s]));
+  const long room = (longest > step ? step : n.num_chunks) * p.num_heads;
+  const Buffer gradients = allocate(room * padded_state), saved = allocate(p.cache ? 0 : room * slot);
+  auto chunks_at_once = [&](Problem q) {
+    const long before = q.sequences[0].chunk * q.num_heads;
+    if (!q.cache) {
+      q.cache = at_first_head(saved.get(), n, slot) - before * slot;
+      forward_columns(q, n);
+    }
+    q.state_gradient = at_first_head(gradients.get(), n, padded_state) - before * padded_state;
+    each_head(q, n, q.value_padded,
+              [&](long s, long h, int first, int last, void* scratch) {
+                kernels().state_gradient(q, s, h, first, last, true, scratch);
+              });
+    run_chunks(q, n,
+               [&](long s, long h, long chunk, void* scratch) { kernels().backward_chunk(q, s, h, chunk, scratch); });
+  };
+  if (longest <= step) {
+    chunks_at_once(p);
+    return;
+  }
+  const Buffer even = allocate(p.num_heads * state), odd = allocate(p.num_heads * state);
+  float *arriving = at_first_head(even.get(), n, state), *leaving = at_first_head(odd.get(), n, state);
+  for (long s = 0; s < p.num_sequences; s++)
+    for (long last = chunks_of(p, p.sequences[s]), first; last >= 0; last = first > 0 ? first : -1) {
+      first = last > step ? (last - 1) / step * step : 0;
+      chunks_at_once(Segment(p, s, first, last, arriving, leaving).problem);
+      std::swap(arriving, leaving);
+    }
 }
 
 void backward(const Call& call) {
@@ -112,6 +180,7 @@ void backward(const Call& call) {
   p.d_out = call.view(10, false, n, n.heads, p.value_width);
   p.d_final_state = at_first_head(call.floats(11, call.has(kHasDFinalState), state_floats(p)), n, K * V);
   p.cache = cache_slots(call, 12, p, n, false);
+  p.inner_states = inner_states(call, 12, p, n);
   const long first = n.head_begin, last = n.head_end;
   const View dq = result(call, 13, n, K, head_major, false, first / p.group, last / p.group, n.key_heads),
              dk = result(call, 14, n, K, head_major, false, first / p.group, last / p.group, n.key_heads);
@@ -136,10 +205,7 @@ void backward(const Call& call) {
     backward_wide(p, n);
   } else {
     run_items(p.num_sequences * heads, [&](long item, void* scratch) {
-      const long s = item / heads, h = n.head_begin + item % heads;
-      const long chunks = (p.sequences[s].end - p.sequences[s].begin + p.chunk - 1) / p.chunk;
-      const ThreadRoom room(p.cache ? 0 : chunks * slot_floats(p));
-      kernels().backward(p, s, h, room.data, scratch);
+      backward_sequence(p, item / heads, n.head_begin + item % heads, scratch);
     });
   }
   if (p.group > 1) reduce_groups(p, n, p.dq, dq), reduce_groups(p, n, p.dk, dk);

@@ -124,6 +124,9 @@ KCP_NOINLINE void forward_head(const Problem& p, long n, long head, int first, i
       if (more || p.final_state) panel_advance(c, v_new, h, next.h ? next.h + j : nullptr, Vp);
     }
     if (want_out) scatter(w.out[0] + first, out, row_at(out, s.batch, t, head), tokens, width, p.streamed);
+    if (more && p.inner_states && (i + 1) % kSegment == 0)
+      store_state(w.h[0], p, first, last,
+                  (float*)state_of(p.inner_states, p, s.inner + (i + 1) / kSegment - 1, head));
   }
   if (want_out && p.final_state) store_state(w.h[0], p, first, last, (float*)state_of(p.final_state, p, n, head));
 }

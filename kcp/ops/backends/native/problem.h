@@ -12,6 +12,7 @@ enum {
   kBlock = 16,      // chunks are treated in blocks of 16 tokens
   kMaxWidth = 256,  // largest K and V
   kLane = 32,       // K and V are padded inside the kernels to multiples of this
+  kSegment = 32,    // chunks that a recomputing backward treats at once
   kLd = 272,        // row length of scratch matrices: 17 cache lines, so that rows spread over all cache sets
 };
 
@@ -28,6 +29,7 @@ struct View {
 struct Sequence {
   long batch, begin, end;  // tokens [begin, end) of batch row `batch`
   long chunk;              // index of its first chunk among the chunks of all sequences
+  long inner;              // the same of its first inner segment: every segment but a sequence's first is one
 };
 
 // One call. Head indices h are value heads of the inputs; outputs and states hold heads head_begin..head_end only,
@@ -46,6 +48,7 @@ struct Problem {
   float* final_state;
   View out;
   float* cache;  // see SavedChunk
+  float* inner_states;  // [inner segments,H,K,V]: the state at their start, which the recomputing backward begins with
   // backward
   View d_out;
   const float* d_final_state;
