@@ -1,6 +1,7 @@
 """What ranks must agree on: each kind of disagreement is refused on every rank, with the values; agreement costs one exchange."""
 
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -51,6 +52,10 @@ CASES = {
     "nested configuration": (
         lambda g: (g, {"shared": {"configuration": {"optimizer": {"lr": odd(g, 1e-3, 2e-3), "eps": 1e-8}, "steps": 5}}}),
         "configuration.optimizer.lr: ranks 0, 1, 3 have 0.001, rank 2 has 0.002",
+    ),
+    "a value and none": (
+        lambda g: (g, {"shared": {"seed": odd(g, None, Path("here"))}}),
+        "seed: ranks 0, 1, 3 have null, rank 2 has here",
     ),
     "a key that one rank lacks": (
         lambda g: (g, {"shared": {"configuration": odd(g, {"seed": 1}, {})}}),
@@ -139,6 +144,11 @@ def test_values_of_a_group_are_compared_within_it():
         "cu_seqlens: rank 0 has [0, 0], rank 2 has [0, 2]",
         "cu_seqlens: rank 1 has [0, 1], rank 3 has [0, 3]",
     ]
+
+
+def test_forms_of_one_value_agree():
+    forms = ((0, 4), [0, 4], np.array([0, 4]), Tensor([0, 4], ms.int32))
+    assert said(4, lambda g: (g, {"shared": {"seed": (1, np.int64(1))[g.rank % 2], "rows": forms[g.rank]}})) == [""] * 4
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_each_counts_what_arrives(kind, copies, dtype, record):
     def body(c):
         c.all_gather(numbers(c.rank, (2, 4), dtype), "tokens")
         c.all_to_all(numbers(c.rank, (2, 3, 4), dtype), "heads", 1)
-        c.all_reduce(numbers(c.rank, (2, 4), ms.float32), "parameter")
+        c.all_reduce(numbers(c.rank, (2, 4), dtype), "parameter")
         c.round(numbers(c.rank, (2, 4), ms.float32), 0, "state")
 
     run(body, kind)
@@ -86,7 +86,7 @@ def test_each_counts_what_arrives(kind, copies, dtype, record):
     assert found == {
         "tokens": (3, 3 * 2 * 8 * size, 3 * copies * 8 * moved),
         "heads": (3, 3 * 2 * 8 * size, 3 * 3 * copies * 8 * moved),
-        "parameter": (3, 3 * 8 * 4, 3 * 8 * 4),
+        "parameter": (3, 3 * 8 * size, 3 * 8 * size),
         "state": (3, 2 * 8 * 4, 3 * copies * 8 * 4),
     }
 
@@ -112,6 +112,19 @@ def test_a_device_with_an_all_to_all(monkeypatch, dtype, record):
         np.testing.assert_array_equal(exchanged, [wide[r][:, rank] for r in range(3)])
     moved = 3 * 2 * 8 * (4 if dtype == ms.float32 else 2)
     assert [(r.logical, r.physical) for r in (record.read()["tokens"], record.read()["heads"])] == [(moved, moved)] * 2
+
+
+def test_primitives_are_those_of_the_group(monkeypatch):
+    made = []
+    for name in ("AllGather", "AllReduce", "AlltoAll"):
+        monkeypatch.setattr(ops, name, lambda *sizes, name=name, group="all": made.append((name, sizes, group)))
+    Collectives(0, 3)
+    SubgroupCollectives(0, 3, "part")
+    monkeypatch.setattr(ms, "get_context", lambda name: "Ascend")
+    Collectives(0, 3)
+    Collectives(0, 3, "part")
+    world, part = ([("AllGather", (), group), ("AllReduce", (), group), ("AlltoAll", (3, 0, 0), group)] for group in ("all", "part"))
+    assert made == world[:2] + part[:2] + world + part
 
 
 def test_parts_of_the_launch(monkeypatch):

@@ -243,4 +243,5 @@ def test_machines_of_devices():
         machine = plan.machine_of(device, graph)
         assert machine.has_point_to_point is not graph
         assert machine.has_all_to_all is machine.has_group_gather is (device == "Ascend")
+        assert machine.latency < 1e-2 < machine.bandwidth < machine.flops
         assert ("measured" if device == "CPU" else "assumed for Ascend") in machine.source
