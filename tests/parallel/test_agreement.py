@@ -6,7 +6,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, communication
 from mindspore.communication import GlobalComm
 
 from kcp.layers import KdaCore, KdaCoreConfig
@@ -221,6 +221,14 @@ def test_a_launcher_that_counts_differently(monkeypatch):
     assert said(1, lambda g: (g, {})) == [""]
 
 
+def test_a_launch_of_one_has_nobody_to_ask(monkeypatch):
+    monkeypatch.setattr(GlobalComm, "INITED", True)
+    monkeypatch.setattr(communication, "get_group_size", lambda: 1)
+    monkeypatch.setenv("RANK_ID", "5")
+    check_agreement()
+    check_agreement(CpGroup.single(), local_tokens=4, num_tokens=4)
+
+
 def test_what_is_compared_of_versions_and_arrays(monkeypatch):
     found = versions()
     assert list(found) == ["kcp", "mindspore", "mindformers", "numpy", "python"]
@@ -242,7 +250,7 @@ def test_what_is_compared_of_versions_and_arrays(monkeypatch):
     ("lengths", "keywords", "message"),
     [
         (None, {"local_tokens": 4, "num_tokens": 16, "slice_begin": 5}, "rank 2: its slice begins at 5; allowed: 8"),
-        (None, {"local_tokens": 5, "num_tokens": 18}, "rank 2: 5 tokens of 18; allowed: 4.5, the slice of this rank"),
+        (None, {"local_tokens": 5, "num_tokens": 18, "slice_begin": 9}, "rank 2: 5 tokens of 18; allowed: 4.5, the slice of this rank"),
         ((4, 4, 4, 4), {"local_tokens": 5}, "rank 2: 5 tokens of 16; allowed: 4, the slice of this rank"),
         ((4, 4, 4, 4), {"local_tokens": 4, "slice_begin": 7}, "rank 2: its slice begins at 7; allowed: 8"),
         (None, {"local_tokens": 4, "cu_seqlens": ((0, 16), (0, 15))}, "rank 2: cu_seqlens ends at 15; allowed: 16"),

@@ -64,6 +64,11 @@ def test_messages_arrive_and_rounds_do_the_same():
         np.testing.assert_array_equal(after, [(rank + 1) % 3] * 2)
 
 
+def test_point_to_point_unless_it_is_refused():
+    for arguments, expected in (((), True), ((None, False), False)):
+        assert lockstep.run(2, lambda group: group.collectives.has_point_to_point(False), *arguments) == [expected] * 2
+
+
 def _send(c, target):
     return c.send(_ramp(c), target, "state")
 

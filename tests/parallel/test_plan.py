@@ -202,6 +202,12 @@ def test_costs_by_hand(strategy, fields, machine, forward, backward, physical, e
     assert cost.seconds == pytest.approx(flops / 1e6 + 0.25 * exchanges + physical / 1e6)
 
 
+def test_the_busiest_rank_of_a_tree_by_hand():
+    """The last of eight: summaries of ranks 6 and 5 (to 4), the state of rank 3."""
+    cost = estimate("ptp_tree", Sizes(8, 2, 64, 4, 8, 3, 5), FREE)
+    assert (cost.forward_bytes, cost.exchanges) == (3 * STATE + 2 * TRANSITION, 6)
+
+
 def test_one_rank_and_refusals_by_hand():
     one = Sizes(1, 2, LOCAL // 2, 4, 8, 3, 5, dtype="bfloat16", chunk_size=16)
     cost, machine = estimate("none", one, FREE), Machine(1e6, 0.25, 1e6)
