@@ -218,6 +218,8 @@ def test_one_rank_and_refusals_by_hand():
     assert estimate("hybrid", four, FREE).refused == "its ulysses degree would be 4: that is ulysses"
     assert estimate("hybrid", Sizes(4, 2, 64, 1, 8, 3, 5), FREE).refused == "its ulysses degree would be 1: that is state_scan"
     assert plan.one_device_seconds(four, machine) == pytest.approx(4 * estimate("none", four_on_one(four), machine).seconds)
+    half = [estimate("ulysses", replace(four, dtype=dtype), FREE) for dtype in ("float16", "bfloat16")]
+    assert half[0] == half[1] and 2 * half[0].forward_bytes == estimate("ulysses", four, FREE).forward_bytes
     assert plan.halo_bytes(four, 4) == 3 * 2 * 3 * (2 * 4 * 3 + 8 * 5) * 4
     with pytest.raises(ValueError, match="strategy is 'ring'; allowed: none, ulysses"):
         estimate("ring", four, FREE)
@@ -245,9 +247,9 @@ def test_machines_are_checked(fields, allowed):
 
 def test_machines_of_devices():
     """On the CPU an all-to-all and a sub-group's all-gather are emulated; a graph has no point to point anywhere."""
-    for device, graph in itertools.product(("CPU", "Ascend"), (False, True)):
+    for device, graph in itertools.product(("CPU", "Ascend", "GPU"), (False, True)):
         machine = plan.machine_of(device, graph)
         assert machine.has_point_to_point is not graph
-        assert machine.has_all_to_all is machine.has_group_gather is (device == "Ascend")
+        assert machine.has_all_to_all is machine.has_group_gather is (device != "CPU")
         assert machine.latency < 1e-2 < machine.bandwidth < machine.flops
-        assert ("measured" if device == "CPU" else "assumed for Ascend") in machine.source
+        assert ("measured" if device == "CPU" else f"assumed for {device}") in machine.source
