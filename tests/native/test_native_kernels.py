@@ -108,7 +108,7 @@ def test_options(native, option):
 
 @pytest.mark.parametrize("case", ["T200", "pack_gqa", "one_head", "batch", "segments", "segments_16", "segments_pack", "segments_batch"])
 def test_recompute_gives_the_bits_of_saved(native, case, monkeypatch):
-    """In one go or segment by segment, by head or (few heads for the threads) by columns and chunks, in longer segments for many threads."""
+    """In one go or segment by segment, by head or (few heads for the threads) by columns and chunks, longer ones for many threads."""
     options, case = OPTIONS[case] if case in OPTIONS else ({}, CASES[case])
     want = results(setup(native, case, options))
     for threads in (1, 2, 40):

@@ -14,6 +14,7 @@ from kcp.ops import chunk_kda
 from kcp.parallel import CpGroup
 
 SETTINGS = settings(max_examples=200 if os.environ.get("CI") else 40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+MANY = settings(SETTINGS, max_examples=10_000)
 SHAPES = {
     "q": (1, 12, 2, 4),
     "k": (1, 12, 2, 4),
@@ -62,10 +63,7 @@ def calls(draw):
     return tensors, boundaries
 
 
-@seed(81)
-@SETTINGS
-@given(call=calls())
-def test_chunk_kda_serves_or_refuses(call):
+def op_serves_or_refuses(call):
     tensors, boundaries = call
     try:
         out, _ = chunk_kda(**tensors, cu_seqlens=boundaries, layout="BSND", safe_gate=True, use_gate_in_kernel=True)
@@ -76,10 +74,7 @@ def test_chunk_kda_serves_or_refuses(call):
     assert not np.any(out.astype(ms.float32).asnumpy())
 
 
-@seed(82)
-@SETTINGS
-@given(call=calls())
-def test_the_core_serves_or_refuses(call):
+def core_serves_or_refuses(call):
     tensors, boundaries = call
     core = KdaCore(KdaCoreConfig(2, 4, head_dim=4, v_head_dim=3, safe_gate=True))
     try:
@@ -89,6 +84,26 @@ def test_the_core_serves_or_refuses(call):
         return
     assert out.shape == tensors["v"].shape
     assert not np.any(out.astype(ms.float32).asnumpy())
+
+
+@seed(81)
+@SETTINGS
+@given(call=calls())
+def test_chunk_kda_serves_or_refuses(call):
+    op_serves_or_refuses(call)
+
+
+@seed(82)
+@SETTINGS
+@given(call=calls())
+def test_the_core_serves_or_refuses(call):
+    core_serves_or_refuses(call)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("check", [op_serves_or_refuses, core_serves_or_refuses])
+def test_many_calls_are_served_or_refused(check):
+    seed(84)(MANY(given(call=calls())(lambda call: check(call))))()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
