@@ -7,7 +7,8 @@ Bytes of one worker at the peak of a step, everything in float32 (P parameters, 
     activations   numbers that a layer keeps a token from forward to backward, times N, layers and ``kept``; with recomputation in
                   PyNative one layer at a time and every layer's input (a graph's peak did not fall by it); a graph's grows with
                   all experts, not the chosen ones alone
-    logits        ``LOGITS`` N x vocabulary: logits, and the cross entropy and its gradient, float64 inside
+    logits        N x vocabulary, 3 times: logits, their gradient, what is in between; ``COMPOSITE_LOGITS`` times where the cross entropy
+                  does not run on the native kernels (whole tensors in float64)
 
 The constants were fitted to measured peaks of runs with large weights, many tokens, wide heads and a large vocabulary, by mode: a graph
 takes more than PyNative, which frees as it goes. The estimate was within a factor of :data:`FACTOR` of every one of them.
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 FACTOR = 2.0
 FLOAT32 = 4
-LOGITS = 19
+LOGITS, COMPOSITE_LOGITS = 3, 19
+KERNELS = Path(__file__).parent / "ops" / "backends" / "native" / "libkcp_native.so"
 GIB = 1 << 30
 
 
@@ -80,8 +82,13 @@ def estimate_memory(run: RunConfig, batch_size: int | None = None) -> Memory:
         process=mode.process,
         parameters=mode.copies * FLOAT32 * parameters,
         activations=int(mode.kept * FLOAT32 * tokens * numbers),
-        logits=LOGITS * FLOAT32 * tokens * model.vocab_size,
+        logits=(LOGITS if _native_kernels() else COMPOSITE_LOGITS) * FLOAT32 * tokens * model.vocab_size,
     )
+
+
+def _native_kernels() -> bool:
+    """Whether the workers' layers will run on the native kernels, found out without loading MindSpore."""
+    return os.environ.get("KCP_BACKEND", "") in ("", "native") and KERNELS.exists()
 
 
 def _kept_by_layer(model: ModelOptions, ranks: int, graph: bool, attention: str, feed_forward: str) -> float:

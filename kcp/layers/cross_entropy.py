@@ -1,4 +1,4 @@
-"""Cross entropy summed over the valid tokens, with its own adjoint.
+"""Cross entropy summed over the valid tokens.
 
 Per token: ``loss = log sum_v exp(z_v) - z_label`` with ``z = logits - max(logits)``, and
 ``dlogits = softmax(logits) - onehot(label)``. Summed, not averaged: the mean needs the count of all ranks.
@@ -7,6 +7,7 @@ Per token: ``loss = log sum_v exp(z_v) - z_label`` with ``z = logits - max(logit
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from kcp.layers.fused import layer_cell, serves
 from kcp.ops.numerics import exp, total, wide_dtype
 
 
@@ -28,24 +29,39 @@ class SummedCrossEntropy(nn.Cell):
 
     def __init__(self):
         super().__init__()
+        self.rows = _CrossEntropyRows()
+
+    def construct(self, logits, labels, weights):
+        if logits.dtype == ms.float32 and serves(logits.shape):
+            losses = layer_cell("CrossEntropy")(logits, labels.astype(ms.int32))
+        else:
+            losses = self.rows(logits, labels)
+        return total(losses * ops.stop_gradient(weights), (0,))
+
+
+class _CrossEntropyRows(nn.Cell):
+    """The cross entropy of every row in MindSpore's operators, with its own adjoint."""
+
+    def __init__(self):
+        super().__init__()
         # Primitives: library functions with branches inside a bprop break graph mode.
         self.row_maximum = ops.ReduceMax(keep_dims=True)
         self.one_hot = ops.OneHot()
         self.one = Tensor(1.0, ms.float32)
         self.zero = Tensor(0.0, ms.float32)
 
-    def construct(self, logits, labels, weights):
+    def construct(self, logits, labels):
         z = self._shifted(logits)
         log_sum = ops.log(total(exp(z), (1,)).astype(wide_dtype())).astype(ms.float32)
-        picked = (z * self._one_hot(labels, z)).sum(-1)
-        return total((log_sum - picked) * weights, (0,))
+        of_label = self._one_hot(labels, z) != 0  # a product with it would turn a masked column's -inf into NaN
+        return log_sum - ops.select(of_label, z, 0.0).sum(-1)
 
-    def bprop(self, logits, labels, weights, out, dout):
+    def bprop(self, logits, labels, out, dout):
         z = self._shifted(logits)
         e = exp(z)
         softmax = e / total(e, (1,)).expand_dims(-1)
-        dlogits = (softmax - self._one_hot(labels, z)) * (weights * dout).expand_dims(-1)
-        return dlogits.astype(logits.dtype), ops.zeros_like(labels), ops.zeros_like(weights)
+        dlogits = (softmax - self._one_hot(labels, z)) * dout.expand_dims(-1)
+        return dlogits.astype(logits.dtype), labels - labels
 
     def _shifted(self, logits):
         logits = logits.astype(ms.float32)

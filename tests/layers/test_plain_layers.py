@@ -10,6 +10,7 @@ from kcp.layers.cross_entropy import SummedCrossEntropy, valid_tokens
 from kcp.layers.linear import Embedding, Linear
 from kcp.layers.mlp import SwiGLU
 from kcp.layers.norms import GatedRMSNorm, RMSNorm
+from kcp.ops import backends
 
 pytestmark = pytest.mark.fast
 
@@ -69,7 +70,13 @@ def np_cross_entropy(logits, labels, weights):
     return ((log_sum - shifted[np.arange(len(labels)), np.maximum(labels, 0)]) * weights).sum()
 
 
-def test_cross_entropy_counts_valid_tokens_alone():
+@pytest.fixture(params=backends.available())
+def backend(request):
+    with backends.use(request.param):
+        yield request.param
+
+
+def test_cross_entropy_counts_valid_tokens_alone(backend):
     rng = np.random.default_rng(5)
     logits = (4 * rng.normal(size=(9, 11))).astype(np.float32)
     labels = np.array([0, 10, 3, -100, 5, 5, 2, 7, 1], np.int32)
@@ -85,3 +92,24 @@ def test_cross_entropy_counts_valid_tokens_alone():
     want = numeric_gradient(lambda: np_cross_entropy(wide, labels, weights.asnumpy()), wide)
     assert relative(gradient.asnumpy(), want) < BACKWARD
     assert np.all(gradient.asnumpy()[[2, 3, 7]] == 0)
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 259, 70_001])
+def test_cross_entropy_of_any_vocabulary_and_size_of_logits(backend, columns):
+    """Large logits, masked columns (-inf), a label's logit far below the others: float64's losses and gradients."""
+    rng = np.random.default_rng(columns)
+    logits = (30 * rng.normal(size=(6, columns))).astype(np.float32)
+    logits[1] += 3e4
+    logits[2] = np.where(rng.random(columns) < 0.5, -np.inf, logits[2])
+    labels = rng.integers(0, columns, 6).astype(np.int32)
+    logits[2, labels[2]] = 0.0
+    logits[3, labels[3]] = -500.0
+    weights = np.array([1, 2, 0.5, 1, 0, 1], np.float32)
+    loss, gradients = ms.value_and_grad(SummedCrossEntropy(), (0, 2))(Tensor(logits), Tensor(labels), Tensor(weights))
+    exact = np_cross_entropy(logits.astype(np.float64), labels, weights)
+    assert abs(float(loss) - exact) <= FORWARD * exact
+    e = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    want = e / e.sum(-1, keepdims=True)
+    want[np.arange(6), labels] -= 1
+    assert np.max(np.abs(gradients[0].asnumpy() - want * weights[:, None])) <= BACKWARD
+    assert not np.any(gradients[1].asnumpy())

@@ -205,6 +205,13 @@ Problem layer(int which, Bytes& in) {
     case 5: p.entry = kcp_conv_backward, p.tensors = {options, x, halo, kernel, bias, into, x, x, halo, kernel, bias}; break;
     case 6: p.options[7] = keys - queries, p.entry = kcp_softmax, p.tensors = {options, scores, into, scores}; break;
     case 7: p.options[7] = keys - queries, p.entry = kcp_softmax_backward, p.tensors = {options, scores, scores, into, scores}; break;
+    case 10:
+    case 11:
+      for (int64_t i = 0; i < T; i++) p.integers.push_back(in.next((int)D + 2) - 1);
+      p.entry = which == 10 ? kcp_cross_entropy : kcp_cross_entropy_backward;
+      p.tensors = {options, Tensor{Dims{T, D}}, Tensor{Dims{T}, "int32"}, Tensor{Dims{T}}};
+      if (which == 11) p.tensors.push_back(Tensor{Dims{T, D}});
+      break;
     default: {
       for (int64_t e = 0, end = 0; e < E; e++) p.integers.push_back((int32_t)(end += 16 * in.next(4)));
       const Tensor rows{Dims{p.integers.back() + 16 * in.next(3), narrow}}, outs{Dims{rows.shape[0], wide}}, w{Dims{wide, narrow}};
@@ -260,7 +267,7 @@ void fill(char* to, size_t bytes, const std::string& dtype, uint64_t& seed, int 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Bytes in = {data, size};
   setenv("KCP_NUM_THREADS", in.next(4) ? "1" : "3", 1);
-  const int which = in.next(22), hostile = in.next(4), kind = in.next(3);
+  const int which = in.next(24), hostile = in.next(4), kind = in.next(3);
   uint64_t seed = (uint64_t)in.next(256) + 1;
   Problem p = which < 12 ? attention(which, in) : layer(which - 12, in);
   for (int i = 0; i < hostile; i++)

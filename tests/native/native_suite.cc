@@ -251,6 +251,10 @@ static std::vector<Array> layers(int64_t width, int64_t tokens) {
     Array probabilities = out.back();
     run(kcp_softmax_backward, {&rows, &probabilities, &scores, &into}, {scores.shape});
   }
+  Array logits = random_array({tokens, width}, "float32", 9), losses = random_array({tokens}, "float32"),
+        labels = integers({tokens}, [=](int t) { return (int32_t)(t % (width + 2)) - 1; });  // some outside the rows
+  run(kcp_cross_entropy, {&plain, &logits, &labels}, {{tokens}});
+  run(kcp_cross_entropy_backward, {&plain, &logits, &labels, &losses}, {logits.shape});
   const int64_t total = 112, in = 64, wide = 96;  // experts with 48, 0 and 32 rows, and 32 rows of nobody
   Array ends = integers({3}, [](int e) { return e < 2 ? 48 : 80; }), rows = random_array({total, in}, "float32"),
         grad = random_array({total, wide}, "float32"), w0 = random_array({wide, in}, "float32"),

@@ -37,6 +37,9 @@ CALLS = {
     "rows of nothing": ("kcp_norm", [options(), zeros(3, 0), zeros(0), zeros(1), zeros(3, 0)], "rows of no numbers"),
     "before the first key": ("kcp_softmax", softmax((0, 4, 0)), "a token is 4 tokens into its document; 0 to 3"),
     "behind the last key": ("kcp_softmax", softmax((0, 0, -1)), "a token is -1 tokens into its document"),
+    "rows of no logits": ("kcp_cross_entropy", [options(), zeros(3, 0), np.zeros(3, np.int32), zeros(3)], "at least one column"),
+    "labels of half the rows": ("kcp_cross_entropy", [options(), zeros(4, 5), np.zeros(2, np.int32), zeros(4)], "2 labels for 4 rows"),
+    "labels in float32": ("kcp_cross_entropy_backward", [options(), zeros(4, 5), zeros(4), zeros(4), zeros(4, 5)], "must be int32"),
     "far head": ("kcp_softmax", softmax((0, 0, 0), begin=2**63 - 1), "of 5 keys"),
     "half a batch of documents": (
         "kcp_conv",

@@ -37,7 +37,7 @@ def configure(folder: Path, callbacks=(), batch_size=2, **model) -> Path:
 @pytest.mark.ci
 def test_the_estimate_is_within_its_factor_of_a_real_run(tmp_path):
     """The largest resident set of a worker of two steps, whatever the process that starts it has grown to."""
-    path = configure(tmp_path, **MORE | {"num_hidden_layers": 1}, vocab_size=2000, seq_length=4096)
+    path = configure(tmp_path, **MORE | {"num_hidden_layers": 1}, vocab_size=8000, seq_length=4096)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MS_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(REPO), str(REPO / "tests")])
     command = [sys.executable, "-c", PEAK, str(WORKER), str(path), "--steps", "2", "--mode", "graph"]
@@ -48,7 +48,7 @@ def test_the_estimate_is_within_its_factor_of_a_real_run(tmp_path):
     assert peak / memory.FACTOR <= estimate.total <= peak * memory.FACTOR, (peak, estimate)
 
 
-def test_the_estimate_grows_with_what_it_is_of(tmp_path):
+def test_the_estimate_grows_with_what_it_is_of(tmp_path, monkeypatch):
     run = load_run_config(configure(tmp_path, **MORE, seq_length=4096))
 
     def parts(**changes):
@@ -62,6 +62,10 @@ def test_the_estimate_grows_with_what_it_is_of(tmp_path):
     assert parts(batch_size=4).activations == 2 * base.activations and parts(batch_size=4).logits == 2 * base.logits
     assert parts(context_parallel=2).activations == base.activations // 2
     assert parts(vocab_size=2 * 259).logits == 2 * base.logits
+    monkeypatch.setenv("KCP_BACKEND", "composite")
+    composite = parts()
+    assert composite == replace(base, logits=memory.COMPOSITE_LOGITS * 4 * 2 * 4096 * 259)
+    monkeypatch.undo()
     projections = 4 * 128 * 256 + 4 * 128 + 2 * (64 * 128 + 256 * 64)
     layer = 2 * 128 + projections + 3 * 256 * 4 + 4 + 256 + 64 + 3 * 128 * 256
     assert base.parameters == 17 * 4 * (2 * 259 * 128 + 128 + 2 * layer)

@@ -104,6 +104,25 @@ class Softmax(nn.Cell):
         return self.backward(self.options, out, dout, into), into - into
 
 
+class CrossEntropy(nn.Cell):
+    """``log sum_v exp(x_v) - x_label`` of every row, without the label's part where that lies outside the row.
+
+    Inputs: logits ``[N, V]``, labels ``[N]`` int32.
+    """
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.options = _options()
+        self.forward = custom("kcp_cross_entropy", lambda o, logits, labels: labels, _floats(1), "cross entropy")
+        self.backward = custom("kcp_cross_entropy_backward", lambda o, logits, labels, d: logits, _floats(1), "cross entropy")
+
+    def construct(self, logits, labels):
+        return self.forward(self.options, logits, labels)
+
+    def bprop(self, logits, labels, out, dout):
+        return self.backward(self.options, logits, labels, dout), labels - labels
+
+
 class GroupedLinear(nn.Cell):
     """``y = x W_e^T`` for rows grouped by expert.
 
@@ -126,7 +145,7 @@ class GroupedLinear(nn.Cell):
         return grads[0], ends - ends, grads[1:]
 
 
-_KINDS = {cell.__name__: cell for cell in (Norm, Glu, Conv, Softmax, GroupedLinear)}
+_KINDS = {cell.__name__: cell for cell in (Norm, Glu, Conv, Softmax, CrossEntropy, GroupedLinear)}
 
 
 @lru_cache(256)

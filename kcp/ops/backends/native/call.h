@@ -111,7 +111,7 @@ class Call {
   }
   const int32_t* ints(int i) const {
     if (i >= count_) fail("tensor %d is missing, %d tensors given", i, count_);
-    if (strcmp(dtypes_[i], "int32")) fail("tensor %d (cu_seqlens) must be int32, not %s", i, dtypes_[i]);
+    if (strcmp(dtypes_[i], "int32")) fail("tensor %d must be int32, not %s", i, dtypes_[i]);
     return (const int32_t*)data_[i];
   }
   // [B,T,heads,width] or [B,heads,T,width] (or without B); `scalar` tensors have no last axis. Indexed by absolute

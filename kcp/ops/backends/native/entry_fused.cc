@@ -101,13 +101,13 @@ struct Segment {
   Problem problem;
   Segment(const Problem& p, long n, long first, long last, float* arriving, float* leaving)
       : sequence(p.sequences[n]), problem(p) {
-    const long heads = p.num_heads * p.key_width * p.value_width, chunks = chunks_of(p, sequence);
+    const long states = p.num_heads * p.key_width * p.value_width, chunks = chunks_of(p, sequence);
     if (first > 0)
-      problem.initial_state = p.inner_states ? p.inner_states + (sequence.inner + first / kSegment - 1) * heads : nullptr;
+      problem.initial_state = p.inner_states ? p.inner_states + (sequence.inner + first / kSegment - 1) * states : nullptr;
     else if (p.initial_state)
-      problem.initial_state = p.initial_state + n * heads;
-    problem.d_final_state = last < chunks ? arriving : p.d_final_state ? p.d_final_state + n * heads : nullptr;
-    problem.d_initial_state = first > 0 ? leaving : p.d_initial_state ? p.d_initial_state + n * heads : nullptr;
+      problem.initial_state = p.initial_state + n * states;
+    problem.d_final_state = last < chunks ? arriving : p.d_final_state ? p.d_final_state + n * states : nullptr;
+    problem.d_initial_state = first > 0 ? leaving : p.d_initial_state ? p.d_initial_state + n * states : nullptr;
     problem.inner_states = nullptr;
     problem.sequences = &sequence;
     problem.num_sequences = 1;
@@ -145,6 +145,7 @@ void backward_wide(const Problem& p, const Sizes& n) {
     const long before = q.sequences[0].chunk * q.num_heads;
     if (!q.cache) {
       q.cache = at_first_head(saved.get(), n, slot) - before * slot;
+      q.inner_states = nullptr;  // an input here
       forward_columns(q, n);
     }
     q.state_gradient = at_first_head(gradients.get(), n, padded_state) - before * padded_state;

@@ -181,6 +181,32 @@ void softmax_backward(const Call& call) {
   ranges(call.size(1) / c.keys, 16, [&](long, long first, long last) { kernels().softmax_backward(c, first, last); });
 }
 
+// options, logits [N,V], labels [N] (backward: and the losses' gradients [N]) | losses [N] (the logits' gradients)
+CrossEntropyCall read_cross_entropy(const Call& call) {
+  CrossEntropyCall c = {};
+  if (call.rank(1) != 2 || call.dim(1, 1) < 1) Call::fail("logits must have 2 axes and at least one column");
+  c.width = call.dim(1, 1);
+  c.logits = call.floats(1, true, call.size(1));
+  c.labels = call.ints(2);
+  if (call.size(2) != call.dim(1, 0)) Call::fail("%ld labels for %ld rows", call.size(2), call.dim(1, 0));
+  return c;
+}
+long rows_per_item(const CrossEntropyCall& c) { return c.width < 16384 ? 16384 / c.width : 1; }
+void cross_entropy(const Call& call) {
+  call.expect(4);
+  CrossEntropyCall c = read_cross_entropy(call);
+  c.out = call.floats(3, true, call.dim(1, 0));
+  ranges(call.dim(1, 0), rows_per_item(c), [&](long, long first, long last) { kernels().cross_entropy(c, first, last); });
+}
+void cross_entropy_backward(const Call& call) {
+  call.expect(5);
+  CrossEntropyCall c = read_cross_entropy(call);
+  c.d_loss = call.floats(3, true, call.dim(1, 0));
+  c.out = call.floats(4, true, call.size(1));
+  ranges(call.dim(1, 0), rows_per_item(c),
+         [&](long, long first, long last) { kernels().cross_entropy_backward(c, first, last); });
+}
+
 // Experts' rows: ends [E] multiples of 16, the last one at most R; rows behind it become 0 in row-wise results.
 struct Groups {
   const int32_t* ends;
@@ -274,5 +300,7 @@ KCP_LAYER(kcp_conv, conv)
 KCP_LAYER(kcp_conv_backward, conv_backward)
 KCP_LAYER(kcp_softmax, softmax)
 KCP_LAYER(kcp_softmax_backward, softmax_backward)
+KCP_LAYER(kcp_cross_entropy, cross_entropy)
+KCP_LAYER(kcp_cross_entropy_backward, cross_entropy_backward)
 KCP_LAYER(kcp_grouped, grouped)
 KCP_LAYER(kcp_grouped_backward, grouped_backward)

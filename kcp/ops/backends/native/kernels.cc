@@ -79,7 +79,7 @@ const Kernels table = {KCP_NAME(KCP_ISA),  sizeof(Scratch),    run_forward,     
                        run_state_gradient, run_backward_chunk, run_prepare,     run_scan,    run_out,
                        run_grad_out,       run_grad_scan,      run_grad_inputs, reduce_group,
                        norm_rows,          norm_rows_backward, glu,             glu_backward, conv,
-                       conv_backward,      softmax_rows,       softmax_rows_backward, grouped_forward,
-                       grouped_input_gradient, grouped_weight_gradient};
+                       conv_backward,      softmax_rows,       softmax_rows_backward, cross_entropy_rows,
+                       cross_entropy_rows_backward, grouped_forward, grouped_input_gradient, grouped_weight_gradient};
 
 }  // namespace KCP_ISA

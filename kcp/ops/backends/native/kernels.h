@@ -32,6 +32,8 @@ struct Kernels {
   void (*conv_backward)(const ConvCall&, long b, long first, long last, long d0, long d1, float* part);
   void (*softmax)(const SoftmaxCall&, long first, long last);
   void (*softmax_backward)(const SoftmaxCall&, long first, long last);
+  void (*cross_entropy)(const CrossEntropyCall&, long first, long last);
+  void (*cross_entropy_backward)(const CrossEntropyCall&, long first, long last);
   void (*grouped_forward)(const GroupedCall&, long first, long last, float* panel);
   void (*grouped_input_gradient)(const GroupedCall&, long first, long last);
   void (*grouped_weight_gradient)(const GroupedCall&, long first, long last);

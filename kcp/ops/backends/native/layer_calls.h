@@ -37,6 +37,14 @@ struct SoftmaxCall {
   long heads, queries, keys, begin;  // begin: position of the first query
 };
 
+// Cross entropy of rows: log sum_v exp(x_v) - x_label. A label outside the row picks nothing: the row's loss is the log sum.
+struct CrossEntropyCall {
+  const float *logits, *d_loss;  // [rows][width], [rows]
+  const int32_t* labels;
+  float* out;  // the losses [rows], or the gradients of the logits
+  long width;
+};
+
 // Rows of x are grouped by expert, rows [ends[e-1], ends[e]) belong to expert e; all ends are multiples of 16.
 enum { kGroupColumns = 64 };
 struct GroupedCall {

@@ -166,33 +166,47 @@ KCP_INLINE Seen keys_of(const SoftmaxCall& c, long row) {
   const long query = row % c.queries, b = row / c.queries / c.heads, at = c.begin + query;
   return {c.into ? at - c.into[b * c.into_batch + query] : 0, at + 1 < c.keys ? at + 1 : c.keys};
 }
+KCP_INLINE float row_maximum(const float* x, long first, long last) {
+  float highest = x[first];
+  Vec most = splat(highest);
+  columns(first, last, [&](long d, long n) {
+    if (n == kLanes) {
+      const Vec v = load(x + d);
+      most = v > most ? v : most;
+    } else {
+      for (long i = 0; i < n; i++) highest = x[d + i] > highest ? x[d + i] : highest;
+    }
+  });
+  for (int i = 0; i < kLanes; i++) highest = most[i] > highest ? most[i] : highest;
+  return highest;
+}
+// to = exp(x - highest) unless it is nullptr, and their sum
+KCP_INLINE double row_exponentials(const float* x, float highest, long first, long last, float* to) {
+  const long block = 64 * kLanes;
+  double total = 0;
+  for (long from = first; from < last; from += block) {
+    Vec sum = (Vec){};
+    float rest = 0;
+    columns(from, from + block < last ? from + block : last, [&](long d, long n) {
+      const Vec e = exp2v((get(x + d, n) - highest) * 1.4426950408889634f);
+      if (to) put(to + d, e, n);
+      if (n == kLanes) sum += e;
+      else
+        for (long i = 0; i < n; i++) rest += e[i];
+    });
+    total += lane_sum(sum) + rest;
+  }
+  return total;
+}
 static void softmax_rows(const SoftmaxCall& c, long first, long last) {
   for (long r = first; r < last; r++) {
     const Seen seen = keys_of(c, r);
     const float* from = c.scores + r * c.keys;
     float* to = c.out + r * c.keys;
-    float highest = from[seen.first];
-    Vec most = splat(highest), sum = (Vec){};
-    columns(seen.first, seen.last, [&](long d, long n) {
-      if (n == kLanes) {
-        const Vec x = load(from + d);
-        most = x > most ? x : most;
-      } else {
-        for (long i = 0; i < n; i++) highest = from[d + i] > highest ? from[d + i] : highest;
-      }
-    });
-    for (int i = 0; i < kLanes; i++) highest = most[i] > highest ? most[i] : highest;
     memset(to, 0, seen.first * sizeof(float));
     memset(to + seen.last, 0, (c.keys - seen.last) * sizeof(float));
-    float rest = 0;
-    columns(seen.first, seen.last, [&](long d, long n) {
-      const Vec e = exp2v((get(from + d, n) - highest) * 1.4426950408889634f);
-      put(to + d, e, n);
-      if (n == kLanes) sum += e;
-      else
-        for (long i = 0; i < n; i++) rest += e[i];
-    });
-    const float scale = 1.f / (lane_sum(sum) + rest);
+    const float highest = row_maximum(from, seen.first, seen.last),
+                scale = 1.f / (float)row_exponentials(from, highest, seen.first, seen.last, to);
     columns(seen.first, seen.last, [&](long d, long n) { put(to + d, get(to + d, n) * scale, n); });
   }
 }
@@ -207,6 +221,32 @@ static void softmax_rows_backward(const SoftmaxCall& c, long first, long last) {
     memset(to, 0, seen.first * sizeof(float));
     memset(to + seen.last, 0, (c.keys - seen.last) * sizeof(float));
     columns(seen.first, seen.last, [&](long d, long n) { put(to + d, get(p + d, n) * (get(grad + d, n) - mean), n); });
+  }
+}
+
+// ---- cross entropy rows
+static void cross_entropy_rows(const CrossEntropyCall& c, long first, long last) {
+  for (long r = first; r < last; r++) {
+    const float* x = c.logits + r * c.width;
+    const float highest = row_maximum(x, 0, c.width);
+    const double log_sum = __builtin_log(row_exponentials(x, highest, 0, c.width, nullptr));
+    const long label = c.labels[r];
+    c.out[r] = (float)(log_sum - (label >= 0 && label < c.width ? x[label] - highest : 0.f));
+  }
+}
+// d (softmax - one at the label)
+static void cross_entropy_rows_backward(const CrossEntropyCall& c, long first, long last) {
+  for (long r = first; r < last; r++) {
+    const float *x = c.logits + r * c.width, d_loss = c.d_loss[r];
+    float* to = c.out + r * c.width;
+    if (d_loss == 0) {
+      memset(to, 0, c.width * sizeof(float));
+      continue;
+    }
+    const float scale = (float)(d_loss / row_exponentials(x, row_maximum(x, 0, c.width), 0, c.width, to));
+    columns(0, c.width, [&](long d, long n) { put(to + d, get(to + d, n) * scale, n); });
+    const long label = c.labels[r];
+    if (label >= 0 && label < c.width) to[label] -= d_loss;
   }
 }
 
