@@ -30,14 +30,14 @@ time.sleep(60)
 """
 
 
-@pytest.mark.fast
+@pytest.mark.ci
 def test_outputs_come_in_rank_order():
     outputs = run_workers(SUM, 2, ["hello"], timeout=90)
     for rank, text in enumerate(outputs):
         assert f"rank {rank} sum 3.0 argument hello" in text
 
 
-@pytest.mark.fast
+@pytest.mark.ci
 def test_a_failing_worker_is_named_and_no_process_stays():
     with pytest.raises(WorkerError, match="worker 1 failed(.|\n)*this worker has a wrong value") as caught:
         run_workers(FAIL, 2, timeout=90)

@@ -28,6 +28,7 @@ def _run(problem: Bf16Core) -> dict[str, float]:
 STAGES = {"fwd_prepare", "fwd_h", "fwd_finalize", "bwd_prepare", "bwd_dhu", "bwd_finalize"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("lengths", "options", "used"),
     [

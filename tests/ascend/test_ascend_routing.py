@@ -124,6 +124,7 @@ def test_precision_gate_200_seeds():
     assert corrected <= 0.01
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
 @pytest.mark.parametrize("changes", [{}, {"Hv": 4}, {"l2": False}, {"lens": (5, 0, 61, 66)}], ids=["plain", "grouped", "no_norm", "packed"])
 def test_the_correction_brings_every_gradient_nearer(gate, changes, emulated):

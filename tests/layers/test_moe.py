@@ -112,6 +112,7 @@ def test_an_expert_that_nobody_chose_has_no_gradient(widths):
         assert np.all(gradient == 0) if idle else np.any(gradient != 0), name
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE], ids=["pynative", "graph"])
 def test_experts_that_compute_their_tokens_only_give_what_all_tokens_give(mode):
     if "native" not in backends.available():

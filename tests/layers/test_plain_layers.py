@@ -12,8 +12,6 @@ from kcp.layers.mlp import SwiGLU
 from kcp.layers.norms import GatedRMSNorm, RMSNorm
 from kcp.ops import backends
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture(params=[ms.PYNATIVE_MODE, ms.GRAPH_MODE], ids=["pynative", "graph"], autouse=True)
 def mode(request):

@@ -7,7 +7,6 @@ from mindspore import Tensor, ops
 
 from kcp.models import KimiLinearConfig, KimiLinearForCausalLM
 
-pytestmark = pytest.mark.fast
 SIZES = {
     "vocab_size": 23,
     "hidden_size": 16,

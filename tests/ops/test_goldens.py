@@ -26,6 +26,7 @@ def test_float32_inputs(case):
     check(run(problem), stored_truth(problem, truth))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", OP_CASES)
 def test_bfloat16_inputs_against_the_peer(case):
     """At most 0.6 of FLA's error on every tensor; what FLA holds at zero is held to 1e-6."""

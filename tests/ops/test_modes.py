@@ -21,6 +21,7 @@ def tensors(problem, dtype: str = "float32") -> dict[str, Tensor]:
 SMALL = {"T": 20, "chunk_size": 16, "K": 8, "initial_state": True, "d_final": True}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("gate", ["lower_bound", *(pytest.param(g, marks=pytest.mark.ci) for g in ("softplus", "none"))])
 def test_jit_equals_the_oracle(gate):
     problem = make_problem(1, gate=gate, **SMALL)
@@ -119,6 +120,7 @@ class TinyKda(nn.Cell):
         return ops.matmul(y.reshape(batch * tokens, self.heads * self.dim), self.out).reshape(x.shape)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_a_cell_trains(graph):
     """The loss of a small regression falls by a half; every parameter has a finite gradient that is not zero."""

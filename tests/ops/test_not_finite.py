@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("backend")
 LARGEST = 65504.0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
 def test_what_is_not_finite_comes_out_in_its_own_row_and_head(name, value):

@@ -108,6 +108,7 @@ def _compilations() -> int:
     return len(api.ms_compile_cache)
 
 
+@pytest.mark.ci
 def test_a_new_packing_does_not_recompile():
     problem = make_problem(10, lens=(30, 0, 40), chunk_size=16, initial_state=True)
     options = {n: x for n, x in problem.options.items() if n != "cu_seqlens"}

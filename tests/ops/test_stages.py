@@ -73,6 +73,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("variant", CHAINS)
 def test_chain_equals_the_op(variant, backend):
     """The op's bits on composite; within 1e-6 where the op is fused.

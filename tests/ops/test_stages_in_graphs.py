@@ -40,6 +40,7 @@ def stages(q, k, v, g, beta, a_log, dt_bias, h0, d_o, dht, cu):
     return (out, final_state, dh0, summary, back, merged) + grads
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lens, form", [(None, "host"), ((5, 0, 30), "host"), ((5, 0, 30), "tensor")])
 def test_a_graph_gives_the_values_of_pynative(lens, form):
     problem = make_problem(1, T=35, Hv=4, V=24, lens=lens, initial_state=True, d_final=True, state_v_first=True)
@@ -62,6 +63,7 @@ def test_a_graph_gives_the_values_of_pynative(lens, form):
     assert relative(np.swapaxes(to_numpy(got[6]), 1, 2), truth["q"]) <= 5e-5
 
 
+@pytest.mark.ci
 def test_a_wrong_call_is_refused_in_a_graph():
     q, v, g, beta = (Tensor(np.zeros(s, np.float32)) for s in ((1, 2, 20, 8), (1, 2, 20, 12), (1, 2, 20, 8), (1, 2, 20)))
 

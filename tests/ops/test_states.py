@@ -45,6 +45,7 @@ def test_v_first_is_the_transpose_bitwise(packed, disable_recompute):
     assert_same_bits(got, want)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cut", [1, 63, 64, 65])
 def test_two_parts_equal_one_pass(cut):
     """Output, states and every gradient, the state's gradient carried from the second part to the first."""
@@ -102,6 +103,7 @@ def _check_final_state_only(seed: int, heads: int) -> float:
     return relative(got, want)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_final_state_only_loss_under_strong_decay(heads):
     for seed in range(2):

@@ -49,10 +49,8 @@ def _in_a_graph(ranks: int) -> list[CoreProblem]:
     return dense + [_packed(name, ranks, **NO_STATES) for name in STRATEGIES] + _accepted(ranks)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mode"),
-    [(2, "pynative"), *(pytest.param(*c, marks=pytest.mark.ci) for c in ((3, "pynative"), (4, "pynative"), (2, "graph"), (4, "graph")))],
-)
+@pytest.mark.ci
+@pytest.mark.parametrize(("ranks", "mode"), [(2, "pynative"), (3, "pynative"), (4, "pynative"), (2, "graph"), (4, "graph")])
 def test_core_among_processes(tmp_path, ranks, mode, record_property):
     problems = _in_pynative(ranks) if mode == "pynative" else _in_a_graph(ranks)
     names = [field.name for field in fields(CoreProblem)]

@@ -57,6 +57,7 @@ def run(case: CoreProblem) -> list[dict[str, np.ndarray]]:
     return lockstep.run(len(case.lengths), lambda group: run_explicit(case, group), case.lengths)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "documents",

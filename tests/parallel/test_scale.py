@@ -34,6 +34,7 @@ def require(backend: str) -> None:
         pytest.skip(f"the {backend} backend is not built here")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("strategy", "backend", "ranks", "packed"),
     [(name, "native", n, packed) for name in STRATEGIES for n in (8, 16) for packed in (False, True)]
@@ -49,6 +50,7 @@ def test_many_ranks_equal_one_device(strategy, backend, ranks, packed, record_pr
     record_property("worst", max((error, name) for name, error in found.items()))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("strategy", "backend", "packed"),
     [(name, "native", packed) for name in STRATEGIES for packed in (False, True)]

@@ -14,7 +14,6 @@ from kcp.layers.kda_health import FIGURES
 from kcp.ops import backends
 from kcp.ops.reference import kda_reference, sigmoid, softplus
 
-pytestmark = pytest.mark.fast
 B, T, H, K, V = 2, 40, 2, 8, 6
 
 

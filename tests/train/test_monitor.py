@@ -10,8 +10,6 @@ import pytest
 
 from kcp.monitor import DivergedError, KcpMonitor
 
-pytestmark = pytest.mark.fast
-
 
 class Run:
     """Just what the monitor reads of MindSpore's RunContext."""

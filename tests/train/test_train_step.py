@@ -11,7 +11,6 @@ from _msrun import run_workers
 
 from kcp import __version__
 
-pytestmark = pytest.mark.fast
 WORKER = Path(__file__).with_name("_step_worker.py")
 RATE, MAX_NORM = 0.1, 0.5
 
